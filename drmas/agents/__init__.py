@@ -1,0 +1,1 @@
+"""Agents, teams and how text becomes tokens."""

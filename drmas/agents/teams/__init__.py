@@ -1,0 +1,1 @@
+"""The teams that ship with drmas, one file each."""

@@ -1,0 +1,1 @@
+"""Where tasks come from and how answers are graded."""

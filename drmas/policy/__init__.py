@@ -1,0 +1,1 @@
+"""One policy: its Megatron model, optimiser step, checkpoint and Hugging Face conversion."""

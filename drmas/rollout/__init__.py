@@ -1,0 +1,1 @@
+"""Engines and the collector that runs episodes on them."""

@@ -1,0 +1,76 @@
+"""The engine protocol: token ids in, token ids with log-probs and versions out.
+
+Called by the collector (generate) and by the controller (start, pause, sync, resume, close). `vllm_engine` talks to a vLLM
+process, `scripted` answers by rule; both are held to this page by the same tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one response is sampled. The log-probs returned are of exactly this distribution (I11)."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled response; `logprobs` and `versions` have one entry per token of `token_ids`."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str
+    """"stop" (end token or stop string), "length"."""
+
+
+class Engine(Protocol):
+    """One policy's engine. Methods other than `generate` block and may be called from any thread."""
+
+    version: int
+    """The weight version that new tokens carry."""
+
+    def start(self) -> None:
+        """Bring the engine up; EngineStartError with the log's tail if it doesn't come up in time."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int, key: str) -> Completion:
+        """Sample one response. `key` names the request stably over runs (it orders simultaneous requests).
+
+        EngineError: this request can't be served (too long, bad ids). EngineDied: the process is gone.
+        """
+
+    def advance(self) -> None:
+        """Deterministic mode: admit what was submitted, in key order, and run until at least one request finishes.
+
+        Outside deterministic mode the engine runs by itself and this does nothing.
+        """
+
+    @property
+    def idle(self) -> bool:
+        """True when the engine isn't running a step: nothing admitted, or waiting for `advance`."""
+
+    def pause(self) -> None:
+        """Stop stepping, forget cached prefixes; requests in flight stay and continue after `resume`."""
+
+    def resume(self) -> None: ...
+
+    @property
+    def sync_client(self) -> Any:
+        """What the weight transport drives: init_weight_transfer_engine, start_weight_update, update_weights,
+        finish_weight_update(weight_version) (vLLM's control protocol)."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    def stats(self) -> dict[str, float]:
+        """peak_memory_bytes, prompt_tokens, generated_tokens since start."""
+
+    def close(self) -> None:
+        """Stop the process and wait for it; idempotent."""
