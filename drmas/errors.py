@@ -44,6 +44,10 @@ class EngineStartError(UserError, EngineDied):
     """The engine did not come up; carries the tail of its log and where the whole log is."""
 
 
+class RolloutError(UserError, RuntimeError):
+    """Rollouts can't go on: an engine died too often, or every episode of a step failed. What was finished is saved."""
+
+
 class SyncError(DrmasError, RuntimeError):
     """Weights did not reach an engine whole, or were not finite; the engine keeps no half-loaded version."""
 

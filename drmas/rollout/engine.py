@@ -32,10 +32,12 @@ class Completion:
 
 
 class Engine(Protocol):
-    """One policy's engine. Methods other than `generate` block and may be called from any thread."""
+    """One policy's engine. Methods other than `generate` and `advance` block and may be called from any thread."""
 
     version: int
     """The weight version that new tokens carry."""
+    max_model_tokens: int
+    """Longest prompt plus response; the collector refuses a request that could exceed it before the engine sees it."""
 
     def start(self) -> None:
         """Bring the engine up; EngineStartError with the log's tail if it doesn't come up in time."""
@@ -43,13 +45,18 @@ class Engine(Protocol):
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int, key: str) -> Completion:
         """Sample one response. `key` names the request stably over runs (it orders simultaneous requests).
 
-        EngineError: this request can't be served (too long, bad ids). EngineDied: the process is gone.
+        EngineError: this request can't be served (too long, bad ids). EngineDied: the process is gone. A cancelled call
+        aborts its request. Concurrent requests have distinct keys. Called in the event loop that calls `advance`; the loop
+        may be another one from one rollout to the next.
         """
 
-    def advance(self) -> None:
+    async def advance(self) -> list[str]:
         """Deterministic mode: admit what was submitted, in key order, and run until at least one request finishes.
 
-        Outside deterministic mode the engine runs by itself and this does nothing.
+        Returns once the engine has stopped stepping and each finished request has its result, or its error, set on the
+        future that its `generate` awaits (those coroutines may not have resumed yet): the keys of these requests. Empty if
+        nothing was submitted or all of it was cancelled. EngineDied: the process is gone; the waiting calls get it too.
+        Outside deterministic mode the engine runs by itself and this returns an empty list at once.
         """
 
     @property

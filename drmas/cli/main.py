@@ -1,0 +1,141 @@
+"""The `drmas` command. Each command imports what it needs when it runs, so that `--help` answers at once.
+
+A user's mistake (`UserError`) is one message on stderr and exit status 2; Ctrl-C is 130; anything else is a fault of ours
+and shows its traceback. Under torchrun, ranks other than 0 name themselves in the message.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drmas.errors import ConfigError, UserError
+
+app = typer.Typer(
+    name="drmas",
+    help="Reinforcement learning for teams of LLM agents.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Show a configuration, or explain a key of it.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Unknown options are configuration keys; `drmas.config.load` checks them."""
+
+Recipe = Annotated[str | None, typer.Argument(metavar="RECIPE", help="A packaged recipe, or a .toml, .yaml or .json file.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
+
+
+@app.command(context_settings=OVERRIDES)
+def train(
+    ctx: typer.Context,
+    recipe: Recipe = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print placement, batch arithmetic and backends, then stop.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the run that is in the folder, and start anew.")
+    ] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the packaged recipes.")] = False,
+) -> None:
+    """Train a team. Any key of the configuration is an option: --train.steps 5 --policies.main.lr 1e-5"""
+    from drmas.config.load import load, recipes
+
+    if list_:
+        for name, about in recipes().items():
+            print(f"{name}\n    {about}")
+        return
+    name, overrides = _words(ctx, recipe, "RECIPE")
+    config = load(name, overrides)
+
+    from drmas.runtime.run import train as run
+
+    run(config, resume=resume, overwrite=overwrite, dry_run=dry_run)
+
+
+@app.command(context_settings=OVERRIDES)
+def inspect(
+    ctx: typer.Context,
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's folder, with --step.")] = None,
+    rows: Annotated[
+        Path | None, typer.Option("--rows", help="A JSONL file of rows: task, episode, agent, turn, reward, ...")
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Which step of the run.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Show which rows are compared with each other, and each row's advantage. --advantage.KEY VALUE changes the rule."""
+    from drmas.config.load import split_words
+
+    plain, overrides = split_words([word for word in (run, *ctx.args) if word is not None])
+    if (rows is None) == (not plain) or len(plain) > 1:
+        raise ConfigError("inspect: expected either --rows FILE.jsonl, or RUN with --step N")
+    if rows is None and step is None:
+        raise ConfigError(f"inspect: --step is missing; expected which step of {plain[0]} to show")
+
+    from drmas.cli.inspect import inspect_rows, inspect_run
+
+    if rows is not None:
+        print(inspect_rows(rows, overrides, as_json=as_json))
+    else:
+        print(inspect_run(Path(plain[0]), step, overrides, as_json=as_json))
+
+
+@app.command()
+def report(run: Run) -> None:
+    """Write a run's report.html anew and print its path."""
+    from drmas.telemetry.report import write_report
+
+    print(write_report(run))
+
+
+@config_app.command("show", context_settings=OVERRIDES)
+def config_show(ctx: typer.Context, recipe: Recipe = None) -> None:
+    """Print every value of a recipe with overrides, as JSON."""
+    from drmas.config.load import dump, load
+
+    print(dump(load(*_words(ctx, recipe, "RECIPE"))), end="")
+
+
+@config_app.command("explain")
+def config_explain(key: Annotated[str, typer.Argument(metavar="KEY", help="For example loss.clip_low, or loss.")]) -> None:
+    """Print a key's type, default and meaning; for a section, all its keys."""
+    from drmas.config.keys import describe
+
+    print(describe(key))
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False) -> None:
+    """What is installed here, which backend each part takes and why. Exit status 1 if no run can start."""
+    from drmas.cli.doctor import diagnose, render, render_json
+
+    diagnosis = diagnose()
+    print(render_json(diagnosis) if as_json else render(diagnosis))
+    raise typer.Exit(0 if diagnosis.ready else 1)
+
+
+def _words(ctx: typer.Context, first: str | None, what: str) -> tuple[str, list[str]]:
+    """The command's one plain word, wherever it stands among the overrides, and the overrides."""
+    from drmas.config.load import split_words
+
+    plain, overrides = split_words([word for word in (first, *ctx.args) if word is not None])
+    if len(plain) != 1:
+        raise ConfigError(f"expected one {what}, found {' '.join(plain) or 'none'}; drmas train --list shows the recipes")
+    return plain[0], overrides
+
+
+def main() -> None:
+    """Entry point of `drmas` and of `python -m drmas.cli`."""
+    try:
+        app()
+    except UserError as error:
+        rank = os.environ.get("RANK", "0")
+        print(f"drmas: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr)
+        sys.exit(2)

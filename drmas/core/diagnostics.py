@@ -1,0 +1,87 @@
+"""What a step's rows say about each agent: the inflation factor that per-agent normalisation removes, and plain summaries.
+
+Called by the controller for metrics. Excluded rows (status other than "ok") count nowhere (I3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from drmas.core.advantages import Advantages
+from drmas.types import Row
+
+
+def inflation_factors(rows: Sequence[Row]) -> dict[str, float | None]:
+    """By how much one pooled baseline inflates the second moment of each agent's gradient (Dr. MAS, Lemma 4.2).
+
+    In a task the factor of agent k is (sigma_k^2 + (mu_k - mu)^2) / sigma^2: mu_k, sigma_k over the rewards of its rows, mu,
+    sigma over the task's distinct episodes, population moments. Averaged over the tasks with sigma > 0, weighted by the rows of
+    the agent; None where there is no such task. 1 means that the pooled baseline does no harm.
+    """
+    episodes: dict[str, dict[str, float]] = defaultdict(dict)
+    per_agent: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        calls = per_agent[row.agent]
+        if row.status == "ok":
+            episodes[row.task][row.episode] = row.reward
+            calls[row.task].append(row.reward)
+    pooled = {task: _moments(list(rewards.values())) for task, rewards in episodes.items()}
+    return {agent: _inflation(calls, pooled) for agent, calls in per_agent.items()}
+
+
+def _inflation(calls: dict[str, list[float]], pooled: dict[str, tuple[float, float]]) -> float | None:
+    total, count = 0.0, 0
+    for task, rewards in calls.items():
+        mean, variance = pooled[task]
+        if variance > 0:
+            own_mean, own_variance = _moments(rewards)
+            total += len(rewards) * (own_variance + (own_mean - mean) ** 2) / variance
+            count += len(rewards)
+    return total / count if count else None
+
+
+def _moments(values: list[float]) -> tuple[float, float]:
+    """Mean and population variance; exactly 0 for equal values."""
+    if min(values) == max(values):
+        return values[0], 0.0
+    mean = math.fsum(values) / len(values)
+    return mean, math.fsum((value - mean) ** 2 for value in values) / len(values)
+
+
+def agent_summary(rows: Sequence[Row], advantages: Advantages) -> dict[str, dict[str, float | None]]:
+    """Per agent that has rows: counts, means over its included rows (None where it has none), and its segments' state.
+
+    rows, calls_per_episode (over all included episodes of the step), reward_mean, advantage_mean, advantage_rms, row_sum (the
+    sum of advantages: a pooled baseline leaves a push on the agent here), constant_share and singleton_share (rows in a segment
+    without spread, or without company), response_tokens_mean.
+    """
+    constant = {row for segment in advantages.segments if segment.constant for row in segment.rows}
+    singleton = {row for segment in advantages.segments if segment.singleton for row in segment.rows}
+    num_episodes = len({(row.task, row.episode) for row in rows if row.status == "ok"})
+    members: dict[str, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        own = members[row.agent]
+        if advantages.values[index] is not None:
+            own.append(index)
+    summaries: dict[str, dict[str, float | None]] = {}
+    for agent, own in members.items():
+        values = [advantages.values[index] for index in own]
+        squares = _mean([value * value for value in values])
+        summaries[agent] = {
+            "rows": float(len(own)),
+            "calls_per_episode": len(own) / num_episodes if num_episodes else None,
+            "reward_mean": _mean([rows[index].reward for index in own]),
+            "advantage_mean": _mean(values),
+            "advantage_rms": None if squares is None else math.sqrt(squares),
+            "row_sum": math.fsum(values),
+            "constant_share": _mean([float(index in constant) for index in own]),
+            "singleton_share": _mean([float(index in singleton) for index in own]),
+            "response_tokens_mean": _mean([float(len(rows[index].response_ids)) for index in own]),
+        }
+    return summaries
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

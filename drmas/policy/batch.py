@@ -1,0 +1,90 @@
+"""What a policy is updated with, what an update reports, and which rows it refuses.
+
+Rows and their weights are decided above (drmas.core); here they are only checked. Called by the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from drmas.errors import DataError
+from drmas.types import Row
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyBatch:
+    """One update's rows, the same list on every rank, with one number per row in each of the other lists.
+
+    `token_weights` is the weight of each of a row's response tokens in the loss; a row of weight 0 is left out (I3, I4).
+    `temperatures` are those that the rows were sampled at (I11). With `on_policy` the ratio is 1 with its gradient, whatever
+    the rows' own log-probs say: advantage 1 then is supervised learning.
+
+    Example: PolicyBatch(rows=rows, advantages=[0.5, -0.5], token_weights=[0.01, 0.01], temperatures=[1.0, 1.0])
+    """
+
+    rows: Sequence[Row]
+    advantages: Sequence[float]
+    token_weights: Sequence[float]
+    temperatures: Sequence[float]
+    on_policy: bool = False
+
+    def included(self) -> list[int]:
+        """Indices of the rows that have a say."""
+        return [i for i, weight in enumerate(self.token_weights) if weight != 0.0]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What an update did, the same on every rank.
+
+    `metrics`: loss, grad_norm (before clipping), lr, tokens (of the included rows, prompts too), skipped (1.0 where no step was
+    taken: the gradient wasn't finite, or no row had a weight). `agents`: per agent that had rows, what
+    `drmas_kernels.policy_loss.AgentMetrics.per_token` says.
+    """
+
+    metrics: dict[str, float]
+    agents: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def check_batch(batch: PolicyBatch, *, policy: str, version: int, agents: Sequence[str], vocab: int) -> None:
+    """DataError if a list's length or a row doesn't fit; nothing else is done to the batch."""
+    for name in ("advantages", "token_weights", "temperatures"):
+        values = getattr(batch, name)
+        if len(values) != len(batch.rows):
+            raise DataError(f"policy {policy!r}: {len(values)} {name} for {len(batch.rows)} rows; expected one per row")
+    check_rows(batch.rows, policy=policy, vocab=vocab)
+    for i, row in enumerate(batch.rows):
+        if row.agent not in agents:
+            raise DataError(f"{_where(row, i)}: policy {policy!r} serves {', '.join(agents)}; no agent of that name")
+        _check_versions(row, i, version)
+        if not batch.on_policy and len(row.logprobs) != len(row.response_ids):
+            raise DataError(f"{_where(row, i)}: {len(row.logprobs)} log-probs for {len(row.response_ids)} response tokens")
+
+
+def check_rows(rows: Sequence[Row], *, policy: str, vocab: int) -> None:
+    """DataError for a row of another policy, without prompt or response, or with an id outside the vocabulary."""
+    for i, row in enumerate(rows):
+        if row.policy != policy:
+            raise DataError(f"{_where(row, i)}: the row is of policy {row.policy!r}; this is {policy!r}")
+        if not row.prompt_ids or not row.response_ids:
+            sizes = f"{len(row.prompt_ids)} prompt and {len(row.response_ids)} response tokens"
+            raise DataError(f"{_where(row, i)}: {sizes}; expected at least one of each")
+        low, high = min(*row.prompt_ids, *row.response_ids), max(*row.prompt_ids, *row.response_ids)
+        if low < 0 or high >= vocab:
+            raise DataError(f"{_where(row, i)}: token id {low if low < 0 else high}; expected 0 to {vocab - 1}")
+
+
+def _check_versions(row: Row, i: int, version: int) -> None:
+    if len(row.versions or ()) != len(row.response_ids):
+        raise DataError(
+            f"{_where(row, i)}: {len(row.versions or ())} versions for {len(row.response_ids)} response tokens; a token of "
+            f"unknown version isn't trained on (I2)"
+        )
+    for found in row.versions:
+        if not isinstance(found, int) or not 0 <= found <= version:
+            raise DataError(f"{_where(row, i)}: token of version {found!r}; expected 0 to {version}, the policy's own (I2)")
+
+
+def _where(row: Row, i: int) -> str:
+    return f"row {i} (episode {row.episode!r}, agent {row.agent!r}, turn {row.turn})"

@@ -1,0 +1,131 @@
+"""A policy's optimiser: gradient buffers, AdamW with its schedule, and the one place where a step is refused.
+
+Megatron's contiguous buffers and its distributed optimiser (ZeRO-1) are used at every size, one rank included: a checkpoint
+then has one format, and any layout opens it. Called by the trainer inside `PolicyGroups.active`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from drmas.config.schema import PolicyConfig
+from drmas.errors import ConfigError
+from drmas.policy import fused_adam
+from drmas.policy.groups import PolicyGroups
+from drmas.policy.model import PolicyModel
+
+
+class StepOutcome(NamedTuple):
+    grad_norm: float
+    """Of the whole gradient, before clipping."""
+    lr: float
+    applied: bool
+    """False where the norm wasn't finite: weights, moments and schedule are as before."""
+
+
+class PolicyOptimizer:
+    """Gradients of `model` and the steps that they lead to."""
+
+    def __init__(self, name: str, model: PolicyModel, config: PolicyConfig, groups: PolicyGroups, *, total_steps: int) -> None:
+        if config.lr_min > config.lr:
+            raise ConfigError(f"policies.{name}.lr_min is {config.lr_min}; it must not exceed lr, {config.lr}")
+        fused_adam.install()
+        self._config = config
+        self.ddp = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+            model,
+            pg_collection=groups.collection,
+        )
+        model.config.finalize_model_grads_func = _sum_gradients
+        self.megatron = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=config.lr_min,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.adam_beta1,
+                adam_beta2=config.adam_beta2,
+                adam_eps=config.adam_eps,
+                clip_grad=config.clip_grad_norm,
+                bf16=config.dtype == "bfloat16",
+                params_dtype=getattr(torch, config.dtype),
+                use_distributed_optimizer=True,
+            ),
+            [self.ddp],
+            use_gloo_process_groups=False,
+            pg_collection=groups.collection,
+        )
+        (self._sharded,) = self.megatron.chained_optimizers
+        # Moments exist from the start, so that a policy can be saved before its first step.
+        self._sharded.init_state_fn(self._sharded.optimizer, self._sharded.config)
+        self.scheduler = self._make_scheduler(total_steps)
+
+    def _make_scheduler(self, total_steps: int) -> OptimizerParamScheduler:
+        """Also what keeps weight decay off norms and biases: Megatron applies that exception in the scheduler only."""
+        config = self._config
+        return OptimizerParamScheduler(
+            self.megatron,
+            init_lr=0.0,
+            max_lr=config.lr,
+            min_lr=config.lr_min,
+            lr_warmup_steps=config.lr_warmup_steps,
+            lr_decay_steps=max(total_steps, config.lr_warmup_steps) + 1,  # lr_min is due one step after the last
+            lr_decay_style=config.lr_schedule,
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    @property
+    def lr(self) -> float:
+        """The rate of the last step, or of the first while there is none."""
+        return self.scheduler.get_lr(self.megatron.param_groups[0]) if self.scheduler.num_steps else self._config.lr
+
+    def zero_grad(self) -> None:
+        self.ddp.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> StepOutcome:
+        """Clip the gradient to `clip_grad_norm` and apply AdamW, unless the gradient isn't finite. Collective."""
+        self.megatron.prepare_grads()
+        norm = self.megatron.get_grad_norm()
+        if not math.isfinite(norm):
+            return StepOutcome(norm, self.lr, applied=False)
+        self.scheduler.step(1)
+        clip_grad_by_total_norm_fp32(self._sharded.get_parameters(), self._config.clip_grad_norm, norm)
+        self.megatron.step_with_ready_grads()
+        return StepOutcome(norm, self.lr, applied=True)
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Any], *, steps: int) -> None:
+        """Take moments and main parameters from a checkpoint's `state`; the schedule and Adam's settings stay the run's own."""
+        self.megatron.load_state_dict(state)
+        config = self._config
+        for group in self.megatron.param_groups:
+            group |= {"max_lr": config.lr, "min_lr": config.lr_min, "eps": config.adam_eps}
+            group["betas"] = (config.adam_beta1, config.adam_beta2)
+        self.scheduler.num_steps = steps
+        self.scheduler.step(0)
+
+
+def _sum_gradients(
+    model: list[torch.nn.Module],
+    num_tokens: torch.Tensor | None = None,
+    *,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool = False,
+) -> None:
+    """Sum gradients over the ranks and leave them so: the loss's own weights are its only normaliser (I5)."""
+    finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)

@@ -1,0 +1,156 @@
+"""The gate: lets engines step only when no episode could still add a request, so that batches never depend on timing (I9).
+
+    every live episode waits -> advance the engines that have requests -> deliver what finished, in key order -> ...
+
+What is in a batch decides the last bits of its log-probs. Between two advances the gate waits until every live episode has an
+open request, and during one it hands nothing out; so what an advance admits is a function of the answers before it, whatever
+the clock did. Episodes that are being graded have left the gate. One that awaits something else (a tool) holds everyone until
+it asks again; a parallel team whose branches await other things than engines is the one case that timing can still reach.
+
+Called by the collector, in one event loop, for one rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drmas.errors import EngineDied, EngineError
+from drmas.rollout.engine import Completion, Engine, Sampling
+
+_SETTLE_PASSES = 10
+"""Passes of the event loop without a new event before the gate believes that all wait. A parallel team resumes through future,
+task, gather and coroutine, one pass each; an answer must be able to climb that ladder to the next request."""
+
+
+@dataclass(slots=True)
+class _Request:
+    policy: str
+    episode: str
+    task: asyncio.Task[Completion]
+    delivery: asyncio.Future[Completion]
+
+
+class Gate:
+    """Knows who is live and who waits, and advances `engines` (by policy) when all wait.
+
+    With `deterministic` False nobody runs `run`, and `generate` only passes through.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], *, deterministic: bool) -> None:
+        self._engines = engines
+        self._deterministic = deterministic
+        self._live: set[str] = set()
+        self._requests: dict[str, _Request] = {}
+        self._dead: dict[str, EngineError] = {}
+        self._events = 0
+        self._changed = asyncio.Event()
+
+    def enter(self, episode: str) -> None:
+        """`episode` is live: engines wait for it until it waits for them."""
+        self._live.add(episode)
+        self._note()
+
+    def leave(self, episode: str) -> None:
+        self._live.discard(episode)
+        self._note()
+
+    async def generate(
+        self, policy: str, episode: str, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int, key: str
+    ) -> Completion:
+        """`Engine.generate` of `policy`, for a live `episode`. EngineDied at once if that engine has died in this rollout."""
+        if policy in self._dead:
+            raise self._death(policy)
+        answer = self._engines[policy].generate(prompt_ids, sampling, seed=seed, key=key)
+        try:
+            return await (self._delivered(policy, episode, key, answer) if self._deterministic else answer)
+        except EngineDied as error:
+            self._bury(policy, error)
+            raise
+
+    async def _delivered(self, policy: str, episode: str, key: str, answer: Coroutine[Any, Any, Completion]) -> Completion:
+        task = asyncio.create_task(answer)
+        # nobody may be left to read how a cancelled or buried request ended
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        delivery = asyncio.get_running_loop().create_future()
+        self._requests[key] = _Request(policy, episode, task, delivery)
+        self._note()
+        try:
+            return await delivery
+        finally:
+            # reached early by a cancelled call: its request must not stay in the engine
+            task.cancel()
+            self._requests.pop(key, None)
+            self._note()
+
+    async def run(self) -> None:
+        """Advance the engines for as long as this is not cancelled. Raises only for faults of ours."""
+        while True:
+            await self._all_waiting()
+            if refused := [key for key, request in self._requests.items() if request.task.done()]:
+                self._deliver(refused)
+                continue
+            waiting = {policy: self._waiting_for(policy) for policy in self._engines}
+            policies = sorted(policy for policy, keys in waiting.items() if keys)
+            outcomes = await asyncio.gather(*(self._engines[name].advance() for name in policies), return_exceptions=True)
+            finished: set[str] = set()
+            for policy, outcome in zip(policies, outcomes, strict=True):
+                if isinstance(outcome, EngineError):
+                    self._bury(policy, outcome)
+                elif isinstance(outcome, BaseException):
+                    raise outcome
+                elif not outcome and waiting[policy] == self._waiting_for(policy):
+                    count = len(waiting[policy])
+                    self._bury(policy, EngineDied(f"the engine advanced without a result while {count} requests waited"))
+                else:
+                    finished.update(outcome)
+            tasks = [self._requests[key].task for key in finished if key in self._requests]
+            if tasks:
+                await asyncio.wait(tasks)
+            self._deliver(finished)
+
+    async def _all_waiting(self) -> None:
+        """Until there are live episodes, each of them waits, and nothing more is on its way."""
+        while True:
+            events = self._events
+            if not self._live or not self._live <= {request.episode for request in self._requests.values()}:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            for _ in range(_SETTLE_PASSES):
+                await asyncio.sleep(0)
+            if events == self._events:
+                return
+
+    def _deliver(self, keys: Iterable[str]) -> None:
+        """Hand out the results of `keys`, in key order, so that the episodes resume in that order."""
+        for key in sorted(keys):
+            request = self._requests.pop(key, None)
+            if request is None or request.delivery.done() or request.task.cancelled():
+                continue
+            error = request.task.exception()
+            if error is None:
+                request.delivery.set_result(request.task.result())
+            else:
+                request.delivery.set_exception(error)
+
+    def _waiting_for(self, policy: str) -> set[str]:
+        return {key for key, request in self._requests.items() if request.policy == policy}
+
+    def _bury(self, policy: str, error: EngineError) -> None:
+        """The engine is gone: what waits for it fails now, in key order; later calls fail at once."""
+        self._dead.setdefault(policy, error)
+        for key in sorted(self._waiting_for(policy)):
+            request = self._requests.pop(key)
+            request.task.cancel()
+            if not request.delivery.done():
+                request.delivery.set_exception(self._death(policy))
+
+    def _death(self, policy: str) -> EngineDied:
+        return EngineDied(f"the engine of policy {policy} died in this rollout: {self._dead[policy]}")
+
+    def _note(self) -> None:
+        self._events += 1
+        self._changed.set()

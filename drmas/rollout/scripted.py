@@ -1,0 +1,257 @@
+"""The scripted engine: answers by rule or from a list, in milliseconds, under the same protocol as the vLLM engine.
+
+For tests of teams and workflows without a model, and for the `scripted` backend. It batches as a real engine does: in
+deterministic mode an `advance` decodes all admitted requests token by token until the shortest is done. It computes nothing:
+every token has the same log-prob.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+from drmas.errors import EngineDied, EngineError
+from drmas.rollout.engine import Completion, Sampling
+
+LOGPROB = -1.0
+"""The log-prob of every scripted token."""
+
+Rule = Callable[[str, str], str | None]
+"""(prompt text, key) -> the response; None never answers. EngineError refuses the request, EngineDied kills the engine, and
+anything else that it raises is a mistake in the rule and ends the rollout."""
+
+
+@dataclass(slots=True)
+class _Request:
+    key: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    future: asyncio.Future[Completion]
+    completion: Completion | None = None
+    """Set at admission, unless the rule never answers."""
+    tokens_left: int = 0
+
+
+class ScriptedEngine:
+    """Answers with `answer(prompt text, key)`, or with the texts of a list in turn, tokenised by `tokenizer`.
+
+    The end token follows where it fits into max_tokens. The prompt text that a rule reads has the special tokens in it.
+    """
+
+    def __init__(
+        self, tokenizer: Any, answer: Rule | Sequence[str], *, deterministic: bool = True, max_model_tokens: int = 1024
+    ) -> None:
+        self.version = 0
+        self.max_model_tokens = max_model_tokens
+        self.sync_client = ScriptedSync(self)
+        self.keys: list[list[str]] = []
+        """The keys of the requests that each advance admitted, for tests of what was batched together."""
+        self._tokenizer = tokenizer
+        self._rule = answer if callable(answer) else _in_turn(answer)
+        self._deterministic = deterministic
+        self._submitted: dict[str, _Request] = {}
+        self._running: dict[str, _Request] = {}
+        self._alive = True
+        self._paused = False
+        self._advancing = False
+        self._changed: asyncio.Event | None = None
+        self._stats = {"peak_memory_bytes": 0.0, "prompt_tokens": 0.0, "generated_tokens": 0.0}
+
+    def start(self) -> None:
+        """Alive again after a death, as a fresh engine: version 0, nothing in flight."""
+        self._alive, self._paused, self.version = True, False, 0
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int, key: str) -> Completion:
+        """See `Engine.generate`; `seed` has nothing to decide here."""
+        if not self._alive:
+            raise EngineDied("the scripted engine is dead; start it again")
+        self._check(prompt_ids, sampling, key)
+        request = _Request(key, list(prompt_ids), sampling, asyncio.get_running_loop().create_future())
+        self._submitted[key] = request
+        if not self._deterministic:
+            asyncio.get_running_loop().call_soon(self._serve)
+        try:
+            return await request.future
+        finally:
+            self._submitted.pop(key, None)
+            self._running.pop(key, None)
+            self._wake()
+
+    async def advance(self) -> list[str]:
+        """See `Engine.advance`. Waits where all admitted requests are of the kind that never answers."""
+        if not self._alive:
+            raise EngineDied("the scripted engine is dead; start it again")
+        if not self._deterministic or self._paused:
+            return []
+        self._advancing = True
+        try:
+            finished = self._admit()
+            while self._running and not finished:
+                if finished := self._decode():
+                    break
+                self._changed = asyncio.Event()
+                await self._changed.wait()
+                if not self._alive:
+                    raise EngineDied("the scripted engine died")
+            return sorted(finished)
+        finally:
+            self._advancing, self._changed = False, None
+
+    @property
+    def idle(self) -> bool:
+        return not self._advancing
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        if not self._deterministic:
+            for request in list(self._submitted.values()):
+                request.future.get_loop().call_soon_threadsafe(self._serve)
+
+    @property
+    def alive(self) -> bool:
+        return self._alive
+
+    def stats(self) -> dict[str, float]:
+        return dict(self._stats)
+
+    def die(self) -> None:
+        """What a killed process is to its callers: whatever waits fails, and nothing more is served until `start`."""
+        self._alive = False
+        for request in [*self._submitted.values(), *self._running.values()]:
+            if not request.future.done():
+                request.future.set_exception(EngineDied("the scripted engine died"))
+        self._submitted.clear()
+        self._running.clear()
+        self._wake()
+
+    def close(self) -> None:
+        if self._alive:
+            self.die()
+
+    def _check(self, prompt_ids: Sequence[int], sampling: Sampling, key: str) -> None:
+        if key in self._submitted or key in self._running:
+            raise EngineError(f"{key}: a request of this key is in flight; keys of simultaneous requests must differ")
+        if not prompt_ids:
+            raise EngineError(f"{key}: the prompt has no tokens")
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < len(self._tokenizer):
+            raise EngineError(f"{key}: the prompt has the id {max(prompt_ids)}; the vocabulary has {len(self._tokenizer)}")
+        if len(prompt_ids) + sampling.max_tokens > self.max_model_tokens:
+            raise EngineError(
+                f"{key}: the prompt has {len(prompt_ids)} tokens and max_tokens is {sampling.max_tokens}; together at most "
+                f"{self.max_model_tokens} (max_model_tokens)"
+            )
+
+    def _admit(self) -> list[str]:
+        """Ask the rule for each submitted request, in key order. Returns the keys of those it refused."""
+        refused = []
+        if self._submitted:
+            self.keys.append(sorted(self._submitted))
+        for key in sorted(self._submitted):
+            request = self._submitted.pop(key, None)
+            if request is None or request.future.done():
+                continue
+            try:
+                text = self._rule(self._tokenizer.decode(request.prompt_ids), key)
+            except EngineDied:
+                self._running[key] = request
+                self.die()
+                raise
+            except EngineError as error:
+                request.future.set_exception(error)
+                refused.append(key)
+                continue
+            except Exception as error:
+                # free-running, nobody awaits this frame; the caller must not wait for ever
+                request.future.set_exception(error)
+                raise
+            if text is not None:
+                request.completion = self._complete(text, request.sampling)
+                request.tokens_left = len(request.completion.token_ids)
+            self._running[key] = request
+        return refused
+
+    def _decode(self) -> list[str]:
+        """Run to the end of the shortest answer; the keys of all that end there."""
+        answering = [request for request in self._running.values() if request.completion is not None]
+        shortest = min((request.tokens_left for request in answering), default=0)
+        finished = []
+        for request in answering:
+            request.tokens_left -= shortest
+            if request.tokens_left == 0:
+                del self._running[request.key]
+                self._finish(request)
+                finished.append(request.key)
+        return finished
+
+    def _serve(self) -> None:
+        """Free-running: answer everything that was submitted."""
+        if self._paused or not self._alive:
+            return
+        try:
+            self._admit()
+        except EngineDied:
+            return
+        while self._decode():
+            pass
+
+    def _finish(self, request: _Request) -> None:
+        if not request.future.done() and request.completion is not None:
+            self._stats["prompt_tokens"] += len(request.prompt_ids)
+            self._stats["generated_tokens"] += len(request.completion.token_ids)
+            request.future.set_result(request.completion)
+
+    def _complete(self, text: str, sampling: Sampling) -> Completion:
+        ids, ended = list(self._tokenizer(text, add_special_tokens=False)["input_ids"]), False
+        for size in range(1, len(ids) + 1) if sampling.stop else ():
+            if any(stop in self._tokenizer.decode(ids[:size]) for stop in sampling.stop):
+                ids, ended = ids[:size], True
+                break
+        if not ended and self._tokenizer.eos_token_id is not None:
+            ids.append(self._tokenizer.eos_token_id)
+            ended = True
+        if len(ids) > sampling.max_tokens:
+            ids, ended = ids[: sampling.max_tokens], False
+        return Completion(
+            token_ids=ids,
+            logprobs=[LOGPROB] * len(ids),
+            versions=[self.version] * len(ids),
+            finish_reason="stop" if ended else "length",
+        )
+
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+
+
+class ScriptedSync:
+    """The weight transport's side of a scripted engine: takes every update and counts, reads no weights."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self._engine = engine
+        self.calls: list[str] = []
+
+    def init_weight_transfer_engine(self, *args: Any, **options: Any) -> None:
+        self.calls.append("init_weight_transfer_engine")
+
+    def start_weight_update(self, *args: Any, **options: Any) -> None:
+        self.calls.append("start_weight_update")
+
+    def update_weights(self, *args: Any, **options: Any) -> None:
+        self.calls.append("update_weights")
+
+    def finish_weight_update(self, weight_version: int | str) -> None:
+        self.calls.append("finish_weight_update")
+        self._engine.version = int(weight_version)
+
+
+def _in_turn(texts: Sequence[str]) -> Rule:
+    if not texts:
+        raise ValueError("a scripted engine needs at least one text; found an empty list")
+    endless = cycle(texts)
+    return lambda prompt, key: next(endless)

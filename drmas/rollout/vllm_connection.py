@@ -1,0 +1,155 @@
+"""One engine process as seen from the trainer: requests out, answers in, and its death noticed at once.
+
+A background thread reads the answers and resolves futures. When the process is gone, that thread kills what is left of its
+process group, reaps it, and fails everything that still waits with the exit status and the log's tail. Used by `vllm_engine`,
+which makes a new connection for every start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from drmas.errors import EngineDied, EngineError
+
+TAIL_BYTES = 3000
+SEND_TIMEOUT_SECONDS = 30
+EXIT_GRACE_SECONDS = 3.0
+
+
+class Connection:
+    """`process` and our end of its socket. `last_heard` is the monotonic time of its latest message."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], connection: socket.socket, log: Path) -> None:
+        self.pid = process.pid
+        self.last_heard = time.monotonic()
+        self._name, self._process, self._socket, self._log = name, process, connection, log
+        self._log_start = log.stat().st_size
+        self._pending: dict[int, Future[Any]] = {}
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()  # guards _pending and _death, and keeps messages whole and in order
+        self._death: EngineDied | None = None
+        # A process that stops reading is given up on; without this, a full socket would block the caller's event loop for good.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_SECONDS, 0))
+        self._reader = threading.Thread(target=self._read, name=f"engine-{name}", daemon=True)
+        self._reader.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._death is None
+
+    def request(self, do: str, **fields: Any) -> tuple[int, Future[Any]]:
+        """Send a message that gets an answer: its id and the future of the result. EngineDied: the process is gone."""
+        number, future = next(self._ids), Future()
+        with self._lock:
+            if self._death is not None:
+                raise self._death
+            self._pending[number] = future
+            self._send({"do": do, "id": number, **fields})
+        return number, future
+
+    def call(self, do: str, *arguments: Any, timeout: float) -> Any:
+        """A control message and its result. EngineError: it failed over there; EngineDied: gone, or silent for `timeout` seconds."""
+        _, future = self.request(do, arguments=arguments)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            raise EngineDied(f"engine {self._name}: no answer to {do} within {timeout:g} s\n{self.log_tail()}") from None
+
+    def forget(self, number: int) -> None:
+        """Give up on a request: the engine stops working on it."""
+        with self._lock:
+            if self._pending.pop(number, None) is not None and self._death is None:
+                self._send({"do": "abort", "request": number})
+
+    @property
+    def waiting(self) -> int:
+        """Messages without an answer so far."""
+        return len(self._pending)
+
+    def close(self) -> None:
+        """Ask the process to end, and kill it if it doesn't soon. Returns when it is gone; harmless when repeated."""
+        with self._lock:
+            if self._death is None:
+                self._send({"do": "shutdown"})
+        self._reader.join(EXIT_GRACE_SECONDS)
+        if self._reader.is_alive():
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process and its children now."""
+        if self.alive:  # it has not been reaped, so the id is still its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+        self._reader.join()
+
+    def log_tail(self) -> str:
+        """The end of what this process wrote, and where the rest is."""
+        with self._log.open("rb") as file:
+            file.seek(max(self._log_start, self._log.stat().st_size - TAIL_BYTES))
+            tail = file.read().decode(errors="replace").strip()
+        return f"--- the end of {self._log}:\n{tail}"
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """With the lock held. A broken socket is no error here: the reader sees it too and says what happened."""
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except (TimeoutError, BlockingIOError):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+        except OSError:
+            pass
+
+    def _read(self) -> None:
+        with self._socket.makefile("rb") as lines, contextlib.suppress(ConnectionError):
+            for line in lines:
+                self.last_heard = time.monotonic()
+                self._receive(json.loads(line))
+        self._bury()
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        for answer in message.get("answers", [message]):
+            with self._lock:
+                future = self._pending.pop(answer["id"], None)
+            if future is None or not future.set_running_or_notify_cancel():
+                continue
+            if "error" in answer:
+                future.set_exception(EngineError(f"engine {self._name}: {answer['error']}"))
+            else:
+                future.set_result(answer["result"])
+
+    def _bury(self) -> None:
+        """The socket is closed: let the process end, end its children, say what happened to all who wait."""
+        descriptor = os.pidfd_open(self.pid)
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll(EXIT_GRACE_SECONDS * 1000)
+        os.close(descriptor)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so the group's id can't be another's
+        status = self._process.wait()
+        with self._lock:
+            self._death = EngineDied(f"engine {self._name} (process {self.pid}) {_describe(status)}\n{self.log_tail()}")
+            pending, self._pending = self._pending, {}
+        self._socket.close()
+        for future in pending.values():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._death)
+
+
+def _describe(status: int) -> str:
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with status {status}"

@@ -1,0 +1,269 @@
+"""vLLM as an engine of the protocol in `drmas.rollout.engine`, in a process of its own.
+
+Called by the collector and the controller of the trainer's rank 0. This file is the protocol; `vllm_launch` starts the process,
+`vllm_connection` talks to it, `vllm_process` and `vllm_loop` are what runs in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from drmas.config.schema import EngineConfig
+from drmas.errors import EngineDied, EngineError, EngineStartError
+from drmas.rollout.engine import Completion, Sampling
+from drmas.rollout.vllm_connection import Connection
+from drmas.rollout.vllm_launch import engine_device, engine_environment, launch
+from drmas.rollout.vllm_process import engine_arguments
+
+
+class VllmEngine:
+    """One policy's engine. `start` brings up a process; after a death it brings up a fresh one on the model folder's weights."""
+
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig,
+        *,
+        model_path: Path,
+        log_dir: Path,
+        seed: int,
+        deterministic: bool,
+        initial_version: int = 0,
+    ) -> None:
+        self.version = initial_version
+        self.max_model_tokens = config.max_model_tokens
+        self._name, self._config, self._model_path = name, config, Path(model_path)
+        self._log = Path(log_dir) / f"engine-{name}.log"
+        self._seed, self._deterministic, self._initial_version = seed, deterministic, initial_version
+        self._advancing = False
+        self._connection: Connection | None = None
+        self._sync_client: VllmSyncClient | None = None
+        self._prompt_tokens = self._generated_tokens = self._cached_tokens = 0
+
+    def start(self) -> None:
+        """Start the process and wait until it is ready. EngineStartError: it isn't, and why."""
+        self.close()
+        if not (self._model_path / "config.json").is_file():
+            raise EngineStartError(
+                f"engine {self._name}: {self._model_path} is no model folder (no config.json); set policies.{self._name}.model"
+            )
+        device = engine_device()
+        process, connection = launch(engine_environment(device, self._config.threads), self._log)
+        self._connection = Connection(self._name, process, connection, self._log)
+        _, ready = self._connection.request(
+            "start",
+            engine={"arguments": self._arguments(device), "options": self._config.options},
+            deterministic=self._deterministic,
+            version=self._initial_version,
+        )
+        try:
+            description = ready.result(self._config.start_timeout_seconds)
+        except EngineDied as error:
+            raise EngineStartError(f"engine {self._name} did not come up: {error}") from None
+        except EngineError as error:
+            self.close()
+            raise EngineStartError(f"{error}\n{self._connection.log_tail()}") from None
+        except TimeoutError:
+            self._connection.kill()
+            raise EngineStartError(
+                f"engine {self._name} was not ready after {self._config.start_timeout_seconds:g} s "
+                f"(policies.{self._name}.engine.start_timeout_seconds)\n{self._connection.log_tail()}"
+            ) from None
+        self.version = self._initial_version
+        self._sync_client = VllmSyncClient(self, self._connection, description, self._config.request_timeout_seconds)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int, key: str) -> Completion:
+        """Sample one response; see the protocol. EngineError also when the answer takes longer than the request timeout."""
+        connection, client = self._running()
+        prompt = list(prompt_ids)
+        self._check(client, prompt, sampling)
+        number, future = connection.request(
+            "generate",
+            key=key,
+            prompt=prompt,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            stop=list(sampling.stop),
+            seed=seed,
+        )
+        started, timeout = time.monotonic(), self._config.request_timeout_seconds
+        try:
+            answer = await asyncio.wait_for(asyncio.wrap_future(future), timeout)
+        except TimeoutError:
+            silent = connection.last_heard < started
+            kind = EngineDied if silent else EngineError
+            raise kind(
+                f"engine {self._name}: no response to {key} within {timeout:g} s "
+                f"(policies.{self._name}.engine.request_timeout_seconds){', nor to anything else' if silent else ''}"
+            ) from None
+        finally:
+            connection.forget(number)
+        return self._completion(answer, len(prompt), key)
+
+    async def advance(self) -> list[str]:
+        """See the protocol. EngineDied also when the engine stays silent for the request timeout."""
+        connection, _ = self._running()
+        if not self._deterministic or not connection.waiting:
+            return []
+        self._advancing = True
+        try:
+            _, future = connection.request("advance")
+            return await asyncio.wait_for(asyncio.wrap_future(future), self._config.request_timeout_seconds)
+        except TimeoutError:
+            timeout = self._config.request_timeout_seconds
+            raise EngineDied(f"engine {self._name}: no request was done {timeout:g} s after an advance") from None
+        finally:
+            self._advancing = False
+
+    @property
+    def idle(self) -> bool:
+        if self._deterministic:
+            return not self._advancing
+        return self._connection is None or not self._connection.waiting
+
+    def pause(self) -> None:
+        """Stop stepping and forget cached prefixes. EngineDied where there is no process."""
+        self._control("pause")
+
+    def resume(self) -> None:
+        self._control("resume")
+
+    @property
+    def sync_client(self) -> VllmSyncClient:
+        """The control channel of the running process; a new object after every start. EngineDied where there is no process."""
+        return self._running()[1]
+
+    @property
+    def alive(self) -> bool:
+        return self._connection is not None and self._connection.alive and self._sync_client is not None
+
+    def stats(self) -> dict[str, float]:
+        """peak_memory_bytes of the running process (0 where there is none); prompt_tokens, cached_tokens, generated_tokens so far."""
+        return {
+            "peak_memory_bytes": float(peak_memory_bytes(self._connection.pid)) if self.alive else 0.0,
+            "prompt_tokens": float(self._prompt_tokens),
+            "cached_tokens": float(self._cached_tokens),
+            "generated_tokens": float(self._generated_tokens),
+        }
+
+    def close(self) -> None:
+        self._sync_client = None
+        if self._connection is not None:
+            self._connection.close()
+
+    def _arguments(self, device: str) -> dict[str, Any]:
+        config = self._config
+        memory = (
+            {"kv_cache_memory_bytes": config.kv_cache_bytes}
+            if device == "cpu"
+            else {"gpu_memory_utilization": config.gpu_memory_fraction}
+        )
+        return {
+            "model": str(self._model_path),
+            "dtype": config.dtype,
+            "max_model_len": config.max_model_tokens,
+            "max_num_seqs": config.max_concurrent,
+            "tensor_parallel_size": config.tensor_parallel,
+            "seed": self._seed,
+            **memory,
+            **engine_arguments(device),
+        }
+
+    def _running(self) -> tuple[Connection, VllmSyncClient]:
+        if self._connection is None or self._sync_client is None:
+            raise EngineDied(f"engine {self._name} is not running; start it first")
+        return self._connection, self._sync_client
+
+    def _control(self, do: str) -> None:
+        self._running()[0].call(do, timeout=self._config.request_timeout_seconds)
+
+    def _check(self, client: VllmSyncClient, prompt: list[int], sampling: Sampling) -> None:
+        limit, vocabulary = self.max_model_tokens, client.vocab_size
+        if client.mixed:
+            raise EngineError(f"engine {self._name} holds half-loaded weights after a failed sync; push them again first")
+        if not 0 < len(prompt) < limit:
+            raise EngineError(
+                f"engine {self._name}: a prompt of {len(prompt)} tokens; it takes 1 to {limit - 1} "
+                f"(policies.{self._name}.engine.max_model_tokens is {limit})"
+            )
+        bad = [token for token in prompt if not 0 <= token < vocabulary]
+        if bad:
+            raise EngineError(f"engine {self._name}: the prompt holds token {bad[0]}; the vocabulary ends at {vocabulary - 1}")
+        if sampling.max_tokens < 1:
+            raise EngineError(f"engine {self._name}: max_tokens is {sampling.max_tokens}; expected at least 1")
+
+    def _completion(self, answer: dict[str, Any], prompt_tokens: int, key: str) -> Completion:
+        tokens, logprobs, versions = answer["token_ids"], answer["logprobs"], answer["versions"]
+        if not len(tokens) == len(logprobs) == len(versions) or answer["finish_reason"] not in ("stop", "length"):
+            raise EngineError(
+                f"engine {self._name}: {key} ended with {answer['finish_reason']!r}, {len(tokens)} tokens, {len(logprobs)} "
+                f"log-probs and {len(versions)} versions; expected stop or length, and as many of each"
+            )
+        self._prompt_tokens += prompt_tokens
+        self._cached_tokens += answer["cached_tokens"]
+        self._generated_tokens += len(tokens)
+        return Completion(tokens, logprobs, versions, answer["finish_reason"])
+
+
+class VllmSyncClient:
+    """vLLM's weight-transfer control protocol over one engine process's connection, for `drmas.weights`.
+
+    `mixed` is True after a failed update that left some layers new and some old, until an update succeeds.
+    """
+
+    def __init__(self, engine: VllmEngine, connection: Connection, description: dict[str, int], timeout: float) -> None:
+        self.vocab_size = description["vocab_size"]
+        self.num_workers = description["num_workers"]
+        self.torch_threads = description["torch_threads"]
+        self.mixed = False
+        self._engine, self._connection, self._timeout = engine, connection, timeout
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Blocks until the workers have received and loaded everything."""
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Close the update; tokens from now on carry `weight_version`, which must be an integer's text."""
+        if weight_version is None:
+            raise ValueError("finish_weight_update without a version; every token carries one (I2)")
+        self._call("finish_weight_update", weight_version)
+        self._engine.version = int(weight_version)
+        self.mixed = False
+
+    def get_weight_version(self) -> str:
+        return self._call("get_weight_version")
+
+    def abort_weight_update(self) -> bool:
+        """End a failed update. True if the engine still holds its old weights whole."""
+        whole = self._call("abort_weight_update")
+        self.mixed = not whole
+        return whole
+
+    def _call(self, do: str, *arguments: Any) -> Any:
+        return self._connection.call(do, *arguments, timeout=self._timeout)
+
+
+def peak_memory_bytes(pid: int) -> int:
+    """The largest resident size so far of the process `pid`, plus that of its children (tensor-parallel workers)."""
+    total = 0
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+            total += sum(peak_memory_bytes(int(child)) for child in children)
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                total += int(line.split()[1]) * 1024
+    except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
+        pass
+    return total

@@ -1,0 +1,80 @@
+"""Start the vLLM process: its environment, its log file, and the socket that connects it.
+
+Called by `vllm_engine`. The environment is set in full here because most of it must stand before Python starts, and because
+vLLM's defaults assume that it has the machine to itself.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+WORKER_EXTENSION = "drmas.weights.worker.WorkerExtension"
+GLOO_BACKEND = "drmas-gloo"
+PLUGIN = "drmas_weights"
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The trainer's place in its own job, which an engine must not take for its own."""
+
+
+def engine_device() -> str:
+    """`cuda` where torch sees a GPU, else `cpu`."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def engine_environment(device: str, threads: int | None) -> dict[str, str]:
+    """The environment of an engine process on `device` with `threads` CPU threads (all that this process may use if None)."""
+    kept = {name: value for name, value in os.environ.items() if name not in TORCHRUN and not name.startswith("TORCHELASTIC_")}
+    kept.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, and it would override kv_cache_bytes
+    kept |= {
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_PLUGINS": PLUGIN,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if device == "cpu":
+        kept |= {
+            "TORCHDYNAMO_DISABLE": "1",  # else the first log-probs compile a helper, with a C++ compiler that may not be there
+            "OMP_NUM_THREADS": str(threads or len(os.sched_getaffinity(0))),
+            "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait take the cores from the trainer
+            "GOMP_SPINCOUNT": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "LD_PRELOAD": ":".join(filter(None, [openmp_library(), kept.get("LD_PRELOAD", "")])),
+        }
+    return kept
+
+
+def openmp_library() -> str:
+    """torch's own libgomp. vLLM's kernels bind to the OpenMP library that was loaded first; with another one they use one core."""
+    spec = find_spec("torch")
+    folder = Path(spec.origin).parent
+    found = sorted([*(folder / "lib").glob("libgomp*.so*"), *(folder.parent / "torch.libs").glob("libgomp*.so*")])
+    return str(found[0]) if found else ""
+
+
+def launch(environment: dict[str, str], log: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The process, in a session of its own so that it can be killed with all its children, and our end of its socket."""
+    ours, theirs = socket.socketpair()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with theirs, log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "drmas.rollout.vllm_process", str(theirs.fileno()), str(os.getpid())],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return process, ours

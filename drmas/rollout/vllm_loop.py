@@ -1,0 +1,187 @@
+"""The one thread that touches vLLM: it serves messages and steps the engine, so the two can't happen at the same time.
+
+That is why requests can't run while weights change: while the engine is paused nothing here steps. In deterministic mode
+requests are held until `advance`, admitted in the order of their keys, and stepped until at least one is done, so that the
+batches, and with them the last bits of the log-probs, don't depend on when a request arrived.
+Runs in the engine process, behind `vllm_process`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm import SamplingParams
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+if TYPE_CHECKING:
+    from drmas.rollout.vllm_process import Channel, Message
+
+
+class EngineLoop:
+    """Serves one client until it says shutdown."""
+
+    def __init__(self, engine: LLMEngine, channel: Channel, *, deterministic: bool, version: int) -> None:
+        self._engine, self._channel, self._deterministic = engine, channel, deterministic
+        self._held: list[Message] = []
+        self._keys: dict[int, str] = {}
+        self._advance: int | None = None  # the message that asked for the advance that is running
+        self._paused = False
+        self._updating = False
+        self._mixed = False  # an update failed half-way: some layers are new, some old
+        self._set_version(str(version))
+        self._controls: dict[str, Callable[..., Any]] = {
+            "pause": self._pause,
+            "resume": self._resume,
+            "init_weight_transfer_engine": self._rpc("init_weight_transfer_engine"),
+            "start_weight_update": self._start_update,
+            "update_weights": self._rpc("update_weights"),
+            "finish_weight_update": self._finish_update,
+            "abort_weight_update": self._abort_update,
+            "get_weight_version": self._engine.get_weight_version,
+        }
+
+    def run(self) -> None:
+        while True:
+            messages = list(self._channel.waiting()) if self._runnable else [self._channel.receive()]
+            for message in messages:
+                if message["do"] == "shutdown":
+                    return
+                self._serve(message)
+            if self._runnable:
+                self._step()
+
+    @property
+    def _runnable(self) -> bool:
+        may_step = not self._paused and (self._advance is not None or not self._deterministic)
+        return may_step and self._engine.has_unfinished_requests()
+
+    def _serve(self, message: Message) -> None:
+        match message["do"]:
+            case "generate" if self._deterministic:
+                self._held.append(message)
+            case "generate":
+                self._report(self._admit([message]))
+            case "advance":
+                self._start_advance(message["id"])
+            case "abort":
+                self._drop(message["request"])
+            case control:
+                self._control(control, message)
+
+    def _control(self, name: str, message: Message) -> None:
+        try:
+            result = self._controls[name](*message.get("arguments", []))
+        except Exception as error:  # whatever it was, it belongs to the caller, and the engine goes on
+            self._channel.send({"id": message["id"], "error": f"{type(error).__name__}: {error}"})
+        else:
+            self._channel.send({"id": message["id"], "result": result})
+
+    # requests
+
+    def _start_advance(self, number: int) -> None:
+        self._advance = number
+        held, self._held = sorted(self._held, key=lambda message: (message["key"], message["id"])), []
+        refused = self._admit(held)
+        if refused or not self._engine.has_unfinished_requests():
+            self._report(refused)
+
+    def _admit(self, messages: list[Message]) -> list[Message]:
+        """Hand requests to vLLM; returns the answers to those that it refused."""
+        refused = []
+        for message in messages:
+            self._keys[message["id"]] = message["key"]
+            params = SamplingParams(
+                max_tokens=message["max_tokens"],
+                temperature=message["temperature"],
+                stop=message["stop"] or None,
+                seed=message["seed"],
+                logprobs=0,  # the sampled token's only
+                flat_logprobs=True,
+                detokenize=bool(message["stop"]),
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            try:
+                self._engine.add_request(str(message["id"]), tokens_input(message["prompt"]), params)
+            except ValueError as error:
+                refused.append({"id": message["id"], "error": str(error)})
+        return refused
+
+    def _step(self) -> None:
+        done = [self._answer(output) for output in self._engine.step() if output.finished]
+        if done or not self._engine.has_unfinished_requests():
+            self._report(done)
+
+    def _report(self, answers: list[Message]) -> None:
+        """Send answers. In deterministic mode they end the advance, whose own answer, the keys that are done, comes last."""
+        keys = [self._keys.pop(answer["id"]) for answer in answers]
+        if self._advance is not None:
+            answers = [*answers, {"id": self._advance, "result": keys}]
+            self._advance = None
+        if answers:
+            self._channel.send({"answers": answers})
+
+    def _answer(self, output: RequestOutput) -> Message:
+        completion = output.outputs[0]
+        versions: list[int] = []
+        for span in completion.weight_versions or []:
+            versions += [int(span.version)] * (span.end - span.start)
+        result = {
+            "token_ids": list(completion.token_ids),
+            "logprobs": list(completion.logprobs.logprobs),
+            "versions": versions,
+            "finish_reason": completion.finish_reason,
+            "cached_tokens": output.num_cached_tokens or 0,
+        }
+        return {"id": int(output.request_id), "result": result}
+
+    def _drop(self, request: int) -> None:
+        self._held = [message for message in self._held if message["id"] != request]
+        self._engine.abort_request([str(request)])
+        self._keys.pop(request, None)
+        if self._advance is not None and not self._engine.has_unfinished_requests():
+            self._report([])
+
+    # weights
+
+    def _pause(self) -> None:
+        """Stop stepping and forget every cached prefix. Requests in flight give up their blocks and are recomputed later."""
+        self._paused = True
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("the prefix cache could not be cleared")
+
+    def _resume(self) -> None:
+        if self._updating:
+            raise RuntimeError("resume during a weight update; finish or abort it first")
+        if self._mixed:
+            raise RuntimeError("the weights are half old, half new after a failed update; push them again first")
+        self._paused = False
+
+    def _start_update(self) -> None:
+        if not self._paused:
+            raise RuntimeError("start_weight_update on a running engine; pause it first")
+        self._engine.collective_rpc("start_weight_update")
+        self._updating = True
+
+    def _finish_update(self, weight_version: str) -> None:
+        self._engine.collective_rpc("finish_weight_update")
+        self._set_version(weight_version)
+        self._updating = self._mixed = False
+
+    def _abort_update(self) -> bool:
+        """True if the old weights are whole and the engine may go on with them."""
+        whole = all(self._engine.collective_rpc("abort_weight_update"))
+        self._updating, self._mixed = False, not whole
+        return whole
+
+    def _set_version(self, version: str) -> None:
+        self._engine.set_weight_version(version)
+
+    def _rpc(self, method: str) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            self._engine.collective_rpc(method, args=args)
+
+        return call

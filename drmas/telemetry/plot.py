@@ -1,0 +1,269 @@
+"""Line and stacked-bar charts as SVG text, for the report and for plots in documents. No dependency, no script.
+
+A chart is drawn in a viewBox of 460 x 260 with text that stays readable at phone width. Colours come from CSS variables
+(`report.css`), light and dark; `standalone` charts carry that part of the style sheet with them. A missing value is a gap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib import resources
+
+WIDTH, HEIGHT = 460, 260
+LEFT, RIGHT, BOTTOM = 58, 12, 42
+COLOURS = 8
+CHARACTER_WIDTH = 7.4
+"""Mean width of a character of the legend, in viewBox units: text can't be measured without a renderer."""
+MARKED_POINTS = 40
+"""Up to so many points each gets a visible dot; above, dots would hide the line."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line. `low` and `high` draw a band around it (several seeds: minimum and maximum).
+
+    Example: Series("solver", x=[1, 2, 3], y=[0.1, None, 0.3])
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    low: Sequence[float | None] = field(default=())
+    high: Sequence[float | None] = field(default=())
+
+
+def band(name: str, runs: Sequence[Sequence[float | None]], x: Sequence[float]) -> Series:
+    """The mean of several runs with the band from their minimum to their maximum; a step that a run lacks is left out of it."""
+    columns = [[run[i] for run in runs if i < len(run) and run[i] is not None] for i in range(len(x))]
+    mean = [math.fsum(column) / len(column) if column else None for column in columns]
+    low, high = [min(column, default=None) for column in columns], [max(column, default=None) for column in columns]
+    return Series(name, x, mean, low, high)
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    title: str,
+    y_label: str,
+    x_label: str = "step",
+    reference: float | None = None,
+    standalone: bool = False,
+) -> str:
+    """An SVG line chart; `reference` draws a dashed horizontal line (1 for an inflation factor)."""
+    values = [value for one in series for part in (one.y, one.low, one.high) for value in part if _shown(value)]
+    if reference is not None and values:
+        values.append(reference)
+    frame = _Frame.fit([x for one in series for x in one.x], values, legend_rows=_legend_rows([one.name for one in series]))
+    body = [frame.axes(x_label, y_label)]
+    if reference is not None and values:
+        y = frame.y(reference)
+        body.append(f'<line class="reference" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+    for index, one in enumerate(series):
+        body.append(_band(frame, one, index))
+        body.append(_line(frame, one, index))
+    return _svg(title, [one.name for one in series], body, standalone, empty=not values)
+
+
+def stacked_chart(series: Sequence[Series], *, title: str, y_label: str, x_label: str = "step") -> str:
+    """An SVG chart of stacked bars, one bar per x; missing values add nothing to their bar."""
+    positions = sorted({x for one in series for x in one.x})
+    table = [dict(zip(one.x, one.y, strict=True)) for one in series]
+    heights = [math.fsum(column.get(x) or 0.0 for column in table) for x in positions]
+    edges = [positions[0] - 0.5, positions[-1] + 0.5] if positions else []
+    rows = _legend_rows([one.name for one in series])
+    frame = _Frame.fit(edges, [0.0, *heights] if any(heights) else [], legend_rows=rows)
+    body = [frame.axes(x_label, y_label)]
+    half = 0.4 if len(positions) <= MARKED_POINTS else 0.5
+    for x in positions:
+        base = 0.0
+        for index, column in enumerate(table):
+            value = column.get(x)
+            if not _shown(value) or value <= 0:
+                continue
+            left, right = frame.x(x - half), frame.x(x + half)
+            top, bottom = frame.y(base + value), frame.y(base)
+            base += value
+            label = f"{x_label} {x:g}: {series[index].name} {number(value)}"
+            body.append(
+                f'<rect class="bar s{index % COLOURS}" x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" '
+                f'height="{bottom - top:.1f}"><title>{escape(label)}</title></rect>'
+            )
+    return _svg(title, [one.name for one in series], body, standalone=False, empty=not any(heights))
+
+
+def number(value: float) -> str:
+    """A number for people: four significant digits, no exponent between 1e-3 and 1e6."""
+    if value == 0 or 1e-3 <= abs(value) < 1e6:
+        text = f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+        return text
+    return f"{value:.2e}"
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Data coordinates to viewBox coordinates, and the ticks."""
+
+    x_min: float
+    x_max: float
+    y_min: float
+    y_max: float
+    top: float
+    x_ticks: list[float]
+    y_ticks: list[float]
+
+    @classmethod
+    def fit(cls, xs: Sequence[float], ys: Sequence[float], legend_rows: int) -> _Frame:
+        x_low, x_high = (min(xs), max(xs)) if xs else (0.0, 1.0)
+        if x_low == x_high:
+            x_low, x_high = x_low - 0.5, x_high + 0.5
+        y_low, y_high = (min(ys), max(ys)) if ys else (0.0, 1.0)
+        if y_low == y_high:
+            spread = abs(y_low) * 0.1 or 1.0
+            y_low, y_high = y_low - spread, y_high + spread
+        if 0 < y_low < 0.4 * y_high:
+            y_low = 0.0
+        y_ticks = ticks(y_low, y_high, 5)
+        return cls(
+            x_min=x_low,
+            x_max=x_high,
+            y_min=min(y_low, y_ticks[0]),
+            y_max=max(y_high, y_ticks[-1]),
+            top=34.0 + 16.0 * legend_rows,
+            x_ticks=[tick for tick in ticks(x_low, x_high, 6, whole=True) if x_low <= tick <= x_high],
+            y_ticks=y_ticks,
+        )
+
+    def x(self, value: float) -> float:
+        return LEFT + (value - self.x_min) / (self.x_max - self.x_min) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (value - self.y_min) / (self.y_max - self.y_min) * (HEIGHT - BOTTOM - self.top)
+
+    def axes(self, x_label: str, y_label: str) -> str:
+        parts = []
+        for tick in self.y_ticks:
+            y = self.y(tick)
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_tick(tick)}</text>')
+        for tick in self.x_ticks:
+            place = f'x="{self.x(tick):.1f}" y="{HEIGHT - BOTTOM + 16}"'
+            parts.append(f'<text class="tick" {place} text-anchor="middle">{_tick(tick)}</text>')
+        middle = (LEFT + WIDTH - RIGHT) / 2
+        parts.append(f'<text class="label" x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>')
+        centre = (self.top + HEIGHT - BOTTOM) / 2
+        turn = f'transform="rotate(-90 11 {centre:.1f})" x="11" y="{centre:.1f}"'
+        parts.append(f'<text class="label" {turn} text-anchor="middle">{escape(y_label)}</text>')
+        return "".join(parts)
+
+
+def ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
+    """About `count` round numbers (1, 2 or 5 times a power of ten apart) that cover low..high.
+
+    Example: ticks(0.03, 0.97, 5) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    """
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    distance = next(step * power for step in (1, 2, 5, 10) if step * power >= raw * (1 - 1e-9))
+    if whole:
+        distance = max(1.0, distance)
+    first, last = math.floor(low / distance + 1e-9), math.ceil(high / distance - 1e-9)
+    return [float(f"{index * distance:.12g}") for index in range(first, last + 1)]
+
+
+def _tick(value: float) -> str:
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e4:
+        power = min(int(math.log10(abs(value)) // 3), 4)
+        return f"{value / 1000**power:g}{('', 'k', 'M', 'G', 'T')[power]}"
+    if abs(value) < 1e-3:
+        digits, exponent = f"{value:.2e}".split("e")
+        return f"{float(digits):g}e{int(exponent)}"
+    return f"{value:g}"
+
+
+def _shown(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _runs(one: Series, needed: Sequence[Sequence[float | None]]) -> list[list[int]]:
+    """Stretches of consecutive points at which all of `needed` have a value."""
+    runs: list[list[int]] = [[]]
+    for index in range(len(one.x)):
+        if all(_shown(column[index]) for column in needed):
+            runs[-1].append(index)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _line(frame: _Frame, one: Series, index: int) -> str:
+    colour = f"s{index % COLOURS}"
+    parts = []
+    runs = _runs(one, [one.y])
+    for run in runs:
+        points = " ".join(f"{frame.x(one.x[i]):.1f},{frame.y(one.y[i]):.1f}" for i in run)
+        if len(run) > 1:
+            parts.append(f'<polyline class="line {colour}" points="{points}"/>')
+    dotted = sum(map(len, runs)) <= MARKED_POINTS
+    for run in runs:
+        for i in run:
+            visible = "dot" if dotted or len(run) == 1 else "dot hidden"
+            label = f"{one.name}, {one.x[i]:g}: {number(one.y[i])}"
+            place = f'cx="{frame.x(one.x[i]):.1f}" cy="{frame.y(one.y[i]):.1f}"'
+            parts.append(f'<circle class="{visible} {colour}" {place} r="2.4"><title>{escape(label)}</title></circle>')
+    return "".join(parts)
+
+
+def _band(frame: _Frame, one: Series, index: int) -> str:
+    if not one.low:
+        return ""
+    parts = []
+    for run in _runs(one, [one.low, one.high]):
+        there = [f"{frame.x(one.x[i]):.1f},{frame.y(one.high[i]):.1f}" for i in run]
+        back = [f"{frame.x(one.x[i]):.1f},{frame.y(one.low[i]):.1f}" for i in reversed(run)]
+        parts.append(f'<polygon class="band s{index % COLOURS}" points="{" ".join(there + back)}"/>')
+    return "".join(parts)
+
+
+def _legend_places(names: Sequence[str]) -> list[tuple[int, float]]:
+    """(row, x) of each name; a name that doesn't fit starts a new row."""
+    places, row, x = [], 0, float(LEFT)
+    for name in names:
+        width = 26 + CHARACTER_WIDTH * len(_short(name))
+        if x > LEFT and x + width > WIDTH - RIGHT:
+            row, x = row + 1, float(LEFT)
+        places.append((row, x))
+        x += width
+    return places
+
+
+def _legend_rows(names: Sequence[str]) -> int:
+    return _legend_places(names)[-1][0] + 1 if names else 0
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 40 else name[:39] + "…"
+
+
+def _legend(names: Sequence[str]) -> str:
+    parts = []
+    for index, (name, (row, x)) in enumerate(zip(names, _legend_places(names), strict=True)):
+        y = 36 + 16 * row
+        parts.append(f'<rect class="bar s{index % COLOURS}" x="{x:.1f}" y="{y - 8}" width="10" height="10" rx="2"/>')
+        parts.append(f'<text class="legend" x="{x + 14:.1f}" y="{y + 1}">{escape(_short(name))}</text>')
+    return "".join(parts)
+
+
+def _svg(title: str, names: Sequence[str], body: list[str], standalone: bool, empty: bool) -> str:
+    note = f'<text class="label" x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">no values</text>' if empty else ""
+    style = ""
+    if standalone:
+        sheet = (resources.files("drmas.telemetry") / "chart.css").read_text(encoding="utf-8")
+        style = f'<style>{sheet}</style><rect class="paper" width="{WIDTH}" height="{HEIGHT}"/>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
+    heading = f'<text class="title" x="{LEFT}" y="18">{escape(title)}</text>'
+    return f'{head} aria-label="{escape(title)}">{style}{heading}{_legend(names)}{"".join(body)}{note}</svg>'

