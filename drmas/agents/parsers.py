@@ -52,8 +52,8 @@ def boxed_parser(arguments: list[str]) -> Parser:
 def verdict_parser(arguments: list[str]) -> Parser:
     """True, False, or None and invalid: the last complete <verdict>...</verdict>, or without any tag the whole text.
 
-    What stands there must be one of the two words, whatever its case. The words are the arguments: `verdict:yes,no`; approve
-    and reject if there are none.
+    What stands there must be one of the two words, whatever its case and the punctuation after it. The words are the arguments:
+    `verdict:yes,no`; approve and reject if there are none.
     """
     words = arguments or ["approve", "reject"]
     if len(words) != 2 or not all(words) or words[0].casefold() == words[1].casefold():
@@ -66,7 +66,7 @@ def verdict_parser(arguments: list[str]) -> Parser:
         said = _last_tagged(text, "verdict")
         if said is None and "<verdict>" not in text.casefold():
             said = text
-        verdict = meaning.get((said or "").strip().casefold())
+        verdict = meaning.get((said or "").strip().rstrip(".,;:!").casefold())
         return Parsed(verdict, valid=verdict is not None)
 
     return parse

@@ -53,7 +53,8 @@ def inspect_rows(path: Path, overrides: Sequence[str], *, as_json: bool) -> str:
 
 def inspect_run(run_dir: Path, step: int, overrides: Sequence[str], *, as_json: bool) -> str:
     """The answer for a step of a run, under the run's own rule with `overrides` on top."""
-    return _answer(rows_of_run(run_dir, step), load_advantage(overrides, _run_rule(run_dir)), as_json)
+    config = load_advantage(overrides, _run_rule(run_dir))
+    return _answer(rows_of_run(run_dir, step), config, as_json)
 
 
 def read_rows(path: Path) -> list[InspectRow]:
@@ -192,7 +193,7 @@ def as_tables(rows: Sequence[InspectRow], preset: str, rule: AdvantageRule, resu
     shown = "  ".join(f"{agent} {_text(factor, 3)}" for agent, factor in factors.items())
     screen.print(Text(f"inflation factor under one baseline per task:  {shown}\n"))
     screen.print(_row_table(rows, result))
-    return screen.file.getvalue().rstrip("\n")
+    return "\n".join(line.rstrip() for line in screen.file.getvalue().splitlines())
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str], last: Sequence[str]) -> Table:

@@ -55,6 +55,11 @@ def train(
     name, overrides = _words(ctx, recipe, "RECIPE")
     config = load(name, overrides)
 
+    # Trainer and engine share the cores: threads that spin while they wait would take them from each other. Read by the OpenMP
+    # runtime when torch loads it, so it must be set before that.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
     from drmas.runtime.run import train as run
 
     run(config, resume=resume, overwrite=overwrite, dry_run=dry_run)
@@ -98,9 +103,12 @@ def report(run: Run) -> None:
 @config_app.command("show", context_settings=OVERRIDES)
 def config_show(ctx: typer.Context, recipe: Recipe = None) -> None:
     """Print every value of a recipe with overrides, as JSON."""
+    from drmas.agents.team import check_policies, load_team
     from drmas.config.load import dump, load
 
-    print(dump(load(*_words(ctx, recipe, "RECIPE"))), end="")
+    config = load(*_words(ctx, recipe, "RECIPE"))
+    check_policies(load_team(config.team), config.policies)
+    print(dump(config), end="")
 
 
 @config_app.command("explain")

@@ -162,7 +162,8 @@ class _Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         self._errors.seek(0)
-        said = self._errors.read()[-2000:].decode(errors="replace").strip()
+        # the last line of a traceback says what it was
+        said = self._errors.read()[-2000:].decode(errors="replace").strip().rpartition("\n")[2]
         return f"the grader process died (status {self._process.poll()}) and is replaced" + (f": {said}" if said else "")
 
     def stop(self) -> None:

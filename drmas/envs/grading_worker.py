@@ -22,7 +22,8 @@ def main() -> None:
     _limit(resource.RLIMIT_CORE, 0)
     from drmas.envs.math import verdict
 
-    verdict("\\boxed{1}", "1")  # the first parse builds tables; it must not count against an answer's deadline
+    # imports sympy and builds the parser's tables, which must not count against an answer's deadline
+    verdict("\\boxed{\\frac{2}{4}}", "0.5")
     replies.write("ready\n")
     replies.flush()
     for line in sys.stdin:

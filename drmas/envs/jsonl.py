@@ -52,8 +52,8 @@ def _task(line: str, where: str, default_id: str) -> Task:
         raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}; expected one object per line") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: holds a {type(row).__name__}; expected an object with prompt and answer")
-    question = _text(row, ("prompt", "question"), where, "a question")
-    truth = _text(row, ("answer",), where, "a truth")
+    question = _text(row, ("prompt", "question"), where, "question")
+    truth = _text(row, ("answer",), where, "truth")
     task_id = str(row.get("id", default_id))
     if re.search(r"@\d+$", task_id):
         raise DataError(f"{where}: the id {task_id!r} ends in @ and a number, which marks repeats; choose another id")
@@ -72,7 +72,7 @@ def _text(row: dict[str, Any], keys: tuple[str, ...], where: str, what: str) -> 
         raise DataError(f"{where}: `{key}` is a {type(value).__name__}; expected text")
     text = str(value)
     if not text.strip():
-        raise DataError(f"{where}: `{key}` is empty; expected {what}")
+        raise DataError(f"{where}: `{key}` is empty; expected a {what}")
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise DataError(f"{where}: `{key}` has half of a surrogate pair, which no tokenizer reads; expected valid Unicode")
     return text

@@ -48,13 +48,14 @@ class UpdateResult:
 
 
 def check_batch(batch: PolicyBatch, *, policy: str, version: int, agents: Sequence[str], vocab: int) -> None:
-    """DataError if a list's length or a row doesn't fit; nothing else is done to the batch."""
+    """DataError if a list's length or a row that has a say doesn't fit; nothing is changed."""
     for name in ("advantages", "token_weights", "temperatures"):
         values = getattr(batch, name)
         if len(values) != len(batch.rows):
             raise DataError(f"policy {policy!r}: {len(values)} {name} for {len(batch.rows)} rows; expected one per row")
-    check_rows(batch.rows, policy=policy, vocab=vocab)
-    for i, row in enumerate(batch.rows):
+    for i in batch.included():
+        row = batch.rows[i]
+        _check_row(row, i, policy, vocab)
         if row.agent not in agents:
             raise DataError(f"{_where(row, i)}: policy {policy!r} serves {', '.join(agents)}; no agent of that name")
         _check_versions(row, i, version)
@@ -65,14 +66,18 @@ def check_batch(batch: PolicyBatch, *, policy: str, version: int, agents: Sequen
 def check_rows(rows: Sequence[Row], *, policy: str, vocab: int) -> None:
     """DataError for a row of another policy, without prompt or response, or with an id outside the vocabulary."""
     for i, row in enumerate(rows):
-        if row.policy != policy:
-            raise DataError(f"{_where(row, i)}: the row is of policy {row.policy!r}; this is {policy!r}")
-        if not row.prompt_ids or not row.response_ids:
-            sizes = f"{len(row.prompt_ids)} prompt and {len(row.response_ids)} response tokens"
-            raise DataError(f"{_where(row, i)}: {sizes}; expected at least one of each")
-        low, high = min(*row.prompt_ids, *row.response_ids), max(*row.prompt_ids, *row.response_ids)
-        if low < 0 or high >= vocab:
-            raise DataError(f"{_where(row, i)}: token id {low if low < 0 else high}; expected 0 to {vocab - 1}")
+        _check_row(row, i, policy, vocab)
+
+
+def _check_row(row: Row, i: int, policy: str, vocab: int) -> None:
+    if row.policy != policy:
+        raise DataError(f"{_where(row, i)}: the row is of policy {row.policy!r}; this is {policy!r}")
+    if not row.prompt_ids or not row.response_ids:
+        sizes = f"{len(row.prompt_ids)} prompt and {len(row.response_ids)} response tokens"
+        raise DataError(f"{_where(row, i)}: {sizes}; expected at least one of each")
+    low, high = min(*row.prompt_ids, *row.response_ids), max(*row.prompt_ids, *row.response_ids)
+    if low < 0 or high >= vocab:
+        raise DataError(f"{_where(row, i)}: token id {low if low < 0 else high}; expected 0 to {vocab - 1}")
 
 
 def _check_versions(row: Row, i: int, version: int) -> None:

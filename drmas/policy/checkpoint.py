@@ -7,6 +7,7 @@ counter of the run are the runtime's business. Called by the trainer inside its 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from drmas.policy.trainer import PolicyTrainer
 
 _FORMAT = 1
+_MANIFEST = "files.json"
+"""Every other file of the checkpoint with its size in bytes, written last."""
 _SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
@@ -47,7 +50,7 @@ def save(trainer: PolicyTrainer, folder: Path) -> None:
     state["rng"] = _rng(trainer)
     state["policy"] = _facts(trainer)
     dist_checkpointing.save(state, str(partial), sharded_strategy=strategy, content_metadata=_SHARDING)
-    on_rank_zero(lambda: folders.commit(folder))
+    on_rank_zero(lambda: _finish(folder, partial))
 
 
 def load(trainer: PolicyTrainer, folder: Path) -> None:
@@ -65,6 +68,12 @@ def load(trainer: PolicyTrainer, folder: Path) -> None:
     if same_layout:  # states belong to ranks; on another layout the run's seed makes new ones
         trainer.rng.restore(loaded["rng"])
     trainer.version = facts["version"]
+
+
+def _finish(folder: Path, partial: Path) -> None:
+    sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
+    (partial / _MANIFEST).write_text(json.dumps(sizes, indent=2) + "\n")
+    folders.commit(folder)
 
 
 def _tensors(trainer: PolicyTrainer, *, is_loading: bool) -> dict[str, Any]:
@@ -100,13 +109,22 @@ def _facts(trainer: PolicyTrainer) -> dict[str, Any]:
     }
 
 
+def _check_files(folder: Path) -> None:
+    if not (folder / _MANIFEST).is_file():
+        raise CheckpointError(f"checkpoint {str(folder)!r} has no {_MANIFEST}; it is incomplete, use an older one")
+    for name, size in json.loads((folder / _MANIFEST).read_text()).items():
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"checkpoint {str(folder)!r} has no {name}; it is incomplete, use an older one")
+        if file.stat().st_size != size:
+            raise CheckpointError(f"{file} has {file.stat().st_size} bytes; {size} were saved, use an older checkpoint")
+
+
 def _read_facts(trainer: PolicyTrainer, folder: Path) -> dict[str, Any]:
     folders.recover(folder)
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint {str(folder)!r} doesn't exist")
-    for name in ("metadata.json", "common.pt", ".metadata"):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"checkpoint {str(folder)!r} has no {name}; it is incomplete, use an older one")
+    _check_files(folder)
     facts = dist_checkpointing.load_common_state_dict(str(folder)).get("policy", {})
     if facts.get("format") != _FORMAT:
         raise CheckpointError(f"checkpoint {str(folder)!r} has format {facts.get('format')!r}; this version reads {_FORMAT}")

@@ -121,7 +121,9 @@ class Groups:
     Every rank must ask for the same layouts in the same order, because making a communicator is collective over the world.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, timeout_seconds: float = 1800.0) -> None:
+        """`timeout_seconds` bounds every collective of the communicators made here; the world's own has its own bound."""
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self._cache: dict[tuple[int, ...], dist.ProcessGroup] = {}
         parallel_state._set_global_memory_buffer()  # scratch of sequence parallelism, asked for without a group
 
@@ -130,7 +132,7 @@ class Groups:
         key = tuple(ranks)
         if key not in self._cache:
             whole = key == tuple(range(dist.get_world_size()))
-            self._cache[key] = dist.group.WORLD if whole else dist.new_group(list(key))
+            self._cache[key] = dist.group.WORLD if whole else dist.new_group(list(key), timeout=self._timeout)
         return self._cache[key] if dist.get_rank() in key else None
 
     def layout(self, *, tp: int = 1, pp: int = 1, cp: int = 1, ranks: Sequence[int] | None = None) -> PolicyGroups | None:

@@ -33,6 +33,15 @@ _FACTORIES = (
     *("ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like"),
 )
 _RNG_WARNING = "CPU RNG state changed within GPU RNG context"
+NOISE = (
+    r".*Apex (are|is) not installed",
+    r"full scope is deprecated",
+    r"The \.grad attribute of a Tensor that is not a leaf",
+    r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+    r"`load_state_dict` is deprecated",
+    r"Please use DTensor instead",
+)
+"""Warnings about Megatron's own code, which nobody who reads them here can act on."""
 
 
 def is_host() -> bool:
@@ -64,17 +73,18 @@ def peak_memory_bytes() -> int:
 
 @functools.cache
 def install() -> None:
-    """Make the host answer for CUDA inside megatron.*; nothing where CUDA is present.
+    """Make the host answer for CUDA inside megatron.*; where CUDA is present, only silence Megatron's own warnings.
 
     RuntimeError: megatron was imported before, and with it the real `torch`.
     """
+    for message in NOISE:
+        warnings.filterwarnings("ignore", message=message)
     if not is_host():
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError(
             "megatron was imported before drmas.policy; import drmas.policy first, or nothing of megatron at all"
         )
-    warnings.filterwarnings("ignore", message=".*Apex (are|is) not installed.*")
     # Host and accelerator share one generator here, so Megatron sees its own draws as a disturbance.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: _RNG_WARNING not in record.getMessage())
     _patch_tensor_methods()

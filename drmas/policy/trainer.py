@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from drmas.config.schema import LossConfig, PolicyConfig
 from drmas.core.batching import plan_microbatches
-from drmas.errors import ConfigError
+from drmas.errors import ConfigError, DataError
 from drmas.policy import checkpoint, export, host_platform, mcore_fixes
 from drmas.policy.architecture import read_architecture
 from drmas.policy.batch import PolicyBatch, UpdateResult, check_batch, check_rows
@@ -157,6 +157,10 @@ class PolicyTrainer:
     def logprobs(self, rows: Sequence[Row], temperatures: Sequence[float]) -> list[list[float]]:
         """The log-prob of every response token of every row, in order, at the rows' temperatures; the same on every rank."""
         check_rows(rows, policy=self.name, vocab=self.architecture.vocab)
+        if len(temperatures) != len(rows):
+            raise DataError(
+                f"policy {self.name!r}: {len(temperatures)} temperatures for {len(rows)} rows; expected one per row"
+            )
         if not rows:
             return []
         ends = torch.tensor([len(row.response_ids) for row in rows]).cumsum(0).tolist()

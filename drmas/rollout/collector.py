@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 import time
 import traceback
 from collections import deque
@@ -30,6 +31,9 @@ from drmas.rollout.gate import Gate
 from drmas.types import Episode, Failure, FailureKind, Task
 
 logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 10.0
+"""How long deterministic engines wait for an episode that awaits something else; less where episodes may only run a short time."""
 
 Reward = Callable[[Task, str | None], Awaitable[float]]
 """Scores a team's answer; `drmas.envs.rewards` makes them. Raising means "couldn't be graded", never a bad answer."""
@@ -67,8 +71,13 @@ class Collector:
 
         Blocks until all have a reward or a failure. `on_progress` gets each episode when it is done. An episode's seeds depend
         on nothing but the run's seed, the step and its own place, so that collecting one again gives it the same ones (I9).
+
+        ValueError: two tasks with one id, or one episode twice. What a scripted rule or `on_progress` raises goes through;
+        trouble of a single episode never does.
         """
         cells = [(i, k) for i in range(len(tasks)) for k in range(self.config.group_size)] if only is None else list(only)
+        if len({tasks[index].id for index, _ in cells}) < len({index for index, _ in cells}) or len(set(cells)) < len(cells):
+            raise ValueError("two of the episodes have the same task id and sample; expected distinct ones (I4)")
         rollout = _Rollout(self, step, on_progress)
         return asyncio.run(rollout.run([(tasks[index], sample) for index, sample in cells]))
 
@@ -80,7 +89,8 @@ class _Rollout:
         self._collector = collector
         self._step = step
         self._on_progress = on_progress
-        self._gate = Gate(collector.engines, deterministic=collector.config.deterministic)
+        patience = min(PATIENCE_SECONDS, 0.1 * collector.config.episode_timeout_seconds)
+        self._gate = Gate(collector.engines, deterministic=collector.config.deterministic, patience_seconds=patience)
         self._grading: list[asyncio.Task[None]] = []
 
     async def run(self, cells: list[tuple[Task, int]]) -> list[Episode]:
@@ -121,18 +131,19 @@ class _Rollout:
         try:
             async with asyncio.timeout(limit) as deadline:
                 answer = await self._collector.team.run(episode.task, Agents(calls))
-            if answer is not None and not isinstance(answer, str):
-                raise TypeError(f"`run` returned {type(answer).__name__}; expected str or None")
-            episode.answer = answer
+            if answer is None or isinstance(answer, str):
+                episode.answer = answer
+            else:
+                _fail(episode, "team", f"`run` returned {type(answer).__name__}; expected str or None")
         except asyncio.CancelledError as error:
             if _being_cancelled():
                 raise
-            _fail(episode, "team", _where(error))
+            _fail(episode, "team", self._said(error))
         except Exception as error:  # the boundary to the user's code: whatever it raises fails this episode alone
             if deadline.expired():
                 _fail(episode, "timeout", f"not done after rollout.episode_timeout_seconds = {limit:g}")
             else:
-                _fail(episode, "team", _where(error))
+                _fail(episode, "team", self._said(error))
         finally:
             await calls.close()
             episode.seconds = time.perf_counter() - started
@@ -156,6 +167,13 @@ class _Rollout:
         if self._on_progress is not None:
             self._on_progress(episode)
 
+    def _said(self, error: BaseException) -> str:
+        """The error, and the line of the team's own file that it came through."""
+        frames = traceback.extract_tb(error.__traceback__)
+        file = getattr(sys.modules.get(type(self._collector.team).__module__), "__file__", None)
+        own = [frame for frame in frames if frame.filename == file] or frames
+        return f"{type(error).__name__}: {error} ({own[-1].filename}:{own[-1].lineno})"
+
     def _speaker(self, episode: str) -> Callable[..., Awaitable[Completion]]:
         """What the episode's agents ask: the engine of their policy, through the gate."""
 
@@ -175,13 +193,6 @@ class _Rollout:
 def _fail(episode: Episode, kind: FailureKind, message: str) -> None:
     episode.failure = Failure(kind, message)
     episode.answer = episode.reward = None
-
-
-def _where(error: BaseException) -> str:
-    """The error, and the line that raised it: most often one of the user's team."""
-    frames = traceback.extract_tb(error.__traceback__)
-    at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{at}"
 
 
 def _being_cancelled() -> bool:

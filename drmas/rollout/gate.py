@@ -5,7 +5,8 @@
 What is in a batch decides the last bits of its log-probs. Between two advances the gate waits until every live episode has an
 open request, and during one it hands nothing out; so what an advance admits is a function of the answers before it, whatever
 the clock did. Episodes that are being graded have left the gate. One that awaits something else (a tool) holds everyone until
-it asks again; a parallel team whose branches await other things than engines is the one case that timing can still reach.
+it asks again, for `patience_seconds` at most: then the others go on without it (I3 before I9), and the log says that timing
+decides from there. A parallel team whose branches await other things than engines is the other case that timing can reach.
 
 Called by the collector, in one event loop, for one rollout.
 """
@@ -13,12 +14,15 @@ Called by the collector, in one event loop, for one rollout.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from drmas.errors import EngineDied, EngineError
 from drmas.rollout.engine import Completion, Engine, Sampling
+
+logger = logging.getLogger(__name__)
 
 _SETTLE_PASSES = 10
 """Passes of the event loop without a new event before the gate believes that all wait. A parallel team resumes through future,
@@ -39,9 +43,10 @@ class Gate:
     With `deterministic` False nobody runs `run`, and `generate` only passes through.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], *, deterministic: bool) -> None:
+    def __init__(self, engines: Mapping[str, Engine], *, deterministic: bool, patience_seconds: float = 10.0) -> None:
         self._engines = engines
         self._deterministic = deterministic
+        self._patience = patience_seconds
         self._live: set[str] = set()
         self._requests: dict[str, _Request] = {}
         self._dead: dict[str, EngineError] = {}
@@ -76,6 +81,7 @@ class Gate:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         delivery = asyncio.get_running_loop().create_future()
         self._requests[key] = _Request(policy, episode, task, delivery)
+        self._live.add(episode)  # again, if the others lost patience with it
         self._note()
         try:
             return await delivery
@@ -115,9 +121,18 @@ class Gate:
         """Until there are live episodes, each of them waits, and nothing more is on its way."""
         while True:
             events = self._events
-            if not self._live or not self._live <= {request.episode for request in self._requests.values()}:
+            blocked = {request.episode for request in self._requests.values()}
+            if not self._live or not self._live <= blocked:
                 self._changed.clear()
-                await self._changed.wait()
+                try:
+                    async with asyncio.timeout(self._patience if blocked else None):
+                        await self._changed.wait()
+                except TimeoutError:
+                    late = sorted(self._live - blocked)
+                    logger.warning(
+                        "engines go on without %s, silent for %g s; batches depend on timing now", late, self._patience
+                    )
+                    self._live -= set(late)
                 continue
             for _ in range(_SETTLE_PASSES):
                 await asyncio.sleep(0)

@@ -17,7 +17,6 @@ import socket
 import struct
 import subprocess
 import threading
-import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -30,17 +29,16 @@ EXIT_GRACE_SECONDS = 3.0
 
 
 class Connection:
-    """`process` and our end of its socket. `last_heard` is the monotonic time of its latest message."""
+    """`process` and our end of its socket."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], connection: socket.socket, log: Path) -> None:
         self.pid = process.pid
-        self.last_heard = time.monotonic()
         self._name, self._process, self._socket, self._log = name, process, connection, log
         self._log_start = log.stat().st_size
         self._pending: dict[int, Future[Any]] = {}
         self._ids = itertools.count(1)
         self._lock = threading.Lock()  # guards _pending and _death, and keeps messages whole and in order
-        self._death: EngineDied | None = None
+        self._death: str | None = None
         # A process that stops reading is given up on; without this, a full socket would block the caller's event loop for good.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_SECONDS, 0))
         self._reader = threading.Thread(target=self._read, name=f"engine-{name}", daemon=True)
@@ -55,13 +53,13 @@ class Connection:
         number, future = next(self._ids), Future()
         with self._lock:
             if self._death is not None:
-                raise self._death
+                raise EngineDied(self._death)
             self._pending[number] = future
             self._send({"do": do, "id": number, **fields})
         return number, future
 
     def call(self, do: str, *arguments: Any, timeout: float) -> Any:
-        """A control message and its result. EngineError: it failed over there; EngineDied: gone, or silent for `timeout` seconds."""
+        """A control message and its result. EngineError: it failed there. EngineDied: gone, or silent for `timeout` seconds."""
         _, future = self.request(do, arguments=arguments)
         try:
             return future.result(timeout)
@@ -69,7 +67,7 @@ class Connection:
             raise EngineDied(f"engine {self._name}: no answer to {do} within {timeout:g} s\n{self.log_tail()}") from None
 
     def forget(self, number: int) -> None:
-        """Give up on a request: the engine stops working on it."""
+        """Give up on a request, or on an advance, that has no answer yet: the engine stops working on it."""
         with self._lock:
             if self._pending.pop(number, None) is not None and self._death is None:
                 self._send({"do": "abort", "request": number})
@@ -115,7 +113,6 @@ class Connection:
     def _read(self) -> None:
         with self._socket.makefile("rb") as lines, contextlib.suppress(ConnectionError):
             for line in lines:
-                self.last_heard = time.monotonic()
                 self._receive(json.loads(line))
         self._bury()
 
@@ -141,12 +138,12 @@ class Connection:
             os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so the group's id can't be another's
         status = self._process.wait()
         with self._lock:
-            self._death = EngineDied(f"engine {self._name} (process {self.pid}) {_describe(status)}\n{self.log_tail()}")
+            self._death = f"engine {self._name} (process {self.pid}) {_describe(status)}\n{self.log_tail()}"
             pending, self._pending = self._pending, {}
         self._socket.close()
         for future in pending.values():
             if future.set_running_or_notify_cancel():
-                future.set_exception(self._death)
+                future.set_exception(EngineDied(self._death))
 
 
 def _describe(status: int) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,14 @@ from drmas.rollout.vllm_connection import Connection
 from drmas.rollout.vllm_launch import engine_device, engine_environment, launch
 from drmas.rollout.vllm_process import engine_arguments
 
+PROBE_SECONDS = 30.0
+"""How long a process that is late with a response may take to answer anything before it counts as dead."""
+PREFILL_TOKENS = 4096
+"""Most prompt tokens of one engine step; a longer prompt still fits, whole."""
+
 
 class VllmEngine:
-    """One policy's engine. `start` brings up a process; after a death it brings up a fresh one on the model folder's weights."""
+    """One policy's engine. `start` brings up a process, after a death a fresh one, always with the model folder's weights."""
 
     def __init__(
         self,
@@ -91,16 +95,13 @@ class VllmEngine:
             stop=list(sampling.stop),
             seed=seed,
         )
-        started, timeout = time.monotonic(), self._config.request_timeout_seconds
+        timeout = self._config.request_timeout_seconds
         try:
             answer = await asyncio.wait_for(asyncio.wrap_future(future), timeout)
         except TimeoutError:
-            silent = connection.last_heard < started
-            kind = EngineDied if silent else EngineError
-            raise kind(
-                f"engine {self._name}: no response to {key} within {timeout:g} s "
-                f"(policies.{self._name}.engine.request_timeout_seconds){', nor to anything else' if silent else ''}"
-            ) from None
+            kind, also = (EngineError, "") if await _answers(connection) else (EngineDied, ", nor to anything else")
+            key_to_change = f"policies.{self._name}.engine.request_timeout_seconds"
+            raise kind(f"engine {self._name}: no response to {key} within {timeout:g} s ({key_to_change}){also}") from None
         finally:
             connection.forget(number)
         return self._completion(answer, len(prompt), key)
@@ -110,14 +111,15 @@ class VllmEngine:
         connection, _ = self._running()
         if not self._deterministic or not connection.waiting:
             return []
+        number, future = connection.request("advance")
         self._advancing = True
         try:
-            _, future = connection.request("advance")
             return await asyncio.wait_for(asyncio.wrap_future(future), self._config.request_timeout_seconds)
         except TimeoutError:
             timeout = self._config.request_timeout_seconds
             raise EngineDied(f"engine {self._name}: no request was done {timeout:g} s after an advance") from None
         finally:
+            connection.forget(number)
             self._advancing = False
 
     @property
@@ -139,11 +141,16 @@ class VllmEngine:
         return self._running()[1]
 
     @property
+    def pid(self) -> int | None:
+        """The engine's process (and its group), None where none was started."""
+        return self._connection.pid if self._connection is not None else None
+
+    @property
     def alive(self) -> bool:
         return self._connection is not None and self._connection.alive and self._sync_client is not None
 
     def stats(self) -> dict[str, float]:
-        """peak_memory_bytes of the running process (0 where there is none); prompt_tokens, cached_tokens, generated_tokens so far."""
+        """peak_memory_bytes of the process (0 where none runs); prompt_tokens, cached_tokens and generated_tokens so far."""
         return {
             "peak_memory_bytes": float(peak_memory_bytes(self._connection.pid)) if self.alive else 0.0,
             "prompt_tokens": float(self._prompt_tokens),
@@ -168,6 +175,7 @@ class VllmEngine:
             "dtype": config.dtype,
             "max_model_len": config.max_model_tokens,
             "max_num_seqs": config.max_concurrent,
+            "max_num_batched_tokens": max(PREFILL_TOKENS, config.max_model_tokens, config.max_concurrent),
             "tensor_parallel_size": config.tensor_parallel,
             "seed": self._seed,
             **memory,
@@ -252,6 +260,17 @@ class VllmSyncClient:
 
     def _call(self, do: str, *arguments: Any) -> Any:
         return self._connection.call(do, *arguments, timeout=self._timeout)
+
+
+async def _answers(connection: Connection) -> bool:
+    """Does the process still read and answer? (A step or an update that is running delays it.)"""
+    number, future = connection.request("get_weight_version")
+    try:
+        await asyncio.wait_for(asyncio.wrap_future(future), PROBE_SECONDS)
+    except TimeoutError:
+        connection.forget(number)
+        return False
+    return True
 
 
 def peak_memory_bytes(pid: int) -> int:

@@ -56,7 +56,7 @@ def engine_environment(device: str, threads: int | None) -> dict[str, str]:
 
 
 def openmp_library() -> str:
-    """torch's own libgomp. vLLM's kernels bind to the OpenMP library that was loaded first; with another one they use one core."""
+    """torch's own libgomp. vLLM's kernels bind to the OpenMP library loaded first; with another one they use one core."""
     spec = find_spec("torch")
     folder = Path(spec.origin).parent
     found = sorted([*(folder / "lib").glob("libgomp*.so*"), *(folder.parent / "torch.libs").glob("libgomp*.so*")])

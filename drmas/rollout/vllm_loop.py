@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -94,19 +95,9 @@ class EngineLoop:
         refused = []
         for message in messages:
             self._keys[message["id"]] = message["key"]
-            params = SamplingParams(
-                max_tokens=message["max_tokens"],
-                temperature=message["temperature"],
-                stop=message["stop"] or None,
-                seed=message["seed"],
-                logprobs=0,  # the sampled token's only
-                flat_logprobs=True,
-                detokenize=bool(message["stop"]),
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
             try:
-                self._engine.add_request(str(message["id"]), tokens_input(message["prompt"]), params)
-            except ValueError as error:
+                self._engine.add_request(str(message["id"]), tokens_input(message["prompt"]), _sampling_params(message))
+            except (VLLMClientError, ValueError) as error:
                 refused.append({"id": message["id"], "error": str(error)})
         return refused
 
@@ -138,10 +129,14 @@ class EngineLoop:
         }
         return {"id": int(output.request_id), "result": result}
 
-    def _drop(self, request: int) -> None:
-        self._held = [message for message in self._held if message["id"] != request]
-        self._engine.abort_request([str(request)])
-        self._keys.pop(request, None)
+    def _drop(self, number: int) -> None:
+        """The client gave up on a request, or on the advance itself: requests in flight then wait for the next one."""
+        if number == self._advance:
+            self._advance = None
+            return
+        self._held = [message for message in self._held if message["id"] != number]
+        self._engine.abort_request([str(number)])
+        self._keys.pop(number, None)
         if self._advance is not None and not self._engine.has_unfinished_requests():
             self._report([])
 
@@ -185,3 +180,16 @@ class EngineLoop:
             self._engine.collective_rpc(method, args=args)
 
         return call
+
+
+def _sampling_params(message: Message) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=message["max_tokens"],
+        temperature=message["temperature"],
+        stop=message["stop"] or None,
+        seed=message["seed"],
+        logprobs=0,  # the sampled token's only
+        flat_logprobs=True,
+        detokenize=bool(message["stop"]),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

@@ -79,6 +79,8 @@ def main() -> None:
 
     EngineLoop(engine, channel, deterministic=request["deterministic"], version=request["version"]).run()
     engine.engine_core.shutdown()
+    sys.stdout.flush()
+    os._exit(0)  # the interpreter would spend seconds on taking vLLM apart, while the trainer waits
 
 
 def build_engine(spec: Message) -> Any:
@@ -111,7 +113,13 @@ def engine_arguments(device: str) -> Message:
         "weight_transfer_config": {"backend": GLOO_BACKEND if device == "cpu" else "nccl"},
     }
     if device == "cpu":
-        common |= {"enforce_eager": True, "block_size": 32}  # the smallest block here; only whole blocks are shared
+        common |= {
+            "enforce_eager": True,
+            "block_size": 32,  # the smallest block here; only whole blocks are shared
+            # After a piece of a prompt vLLM rewinds the request's generator, which can't be done on a CPU ("CPU Generator does
+            # not use offset" ends the engine). So prompts are prefilled whole.
+            "enable_chunked_prefill": False,
+        }
     return common
 
 

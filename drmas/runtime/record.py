@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from drmas.core.advantages import Advantages
 from drmas.core.diagnostics import agent_summary, inflation_factors
+from drmas.policy.host_platform import peak_memory_bytes
 from drmas.policy.trainer import UpdateResult
 from drmas.types import Episode, Row, rows_of
 from drmas.weights.sync import SyncResult
@@ -111,7 +112,7 @@ class StepRecord:
         return metrics
 
     def _training(self) -> Metrics:
-        metrics: Metrics = {}
+        metrics: Metrics = {"train/peak_memory_bytes": peak_memory_bytes()}
         for policy, results in self.updates.items():
             merged = _merge([result.metrics for result in results])
             merged["tokens_per_second"] = _ratio(merged["tokens"], self.seconds[f"train/{policy}"])
@@ -130,7 +131,7 @@ def _merge(parts: Sequence[dict[str, float]]) -> Metrics:
         column = [part[name] for part in parts]
         if name in ("tokens", "skipped"):
             merged[name] = sum(column)
-        elif name == "grad_norm" or name.endswith("_max") or name.startswith("peak_"):
+        elif name == "grad_norm" or name.endswith("_max"):
             merged[name] = max(column)
         else:
             merged[name] = min(column) if name.endswith("_min") else _mean(column)

@@ -33,6 +33,7 @@ from drmas.runtime.placement import describe
 from drmas.runtime.resume import Checkpoints
 from drmas.runtime.warm_start import Teacher, warm_start
 from drmas.telemetry.console import Console
+from drmas.telemetry.environment import write_environment
 from drmas.telemetry.report import write_report
 from drmas.telemetry.sinks import MetricsLog
 from drmas.weights.sync import WeightSync
@@ -41,11 +42,13 @@ from drmas.weights.sync import WeightSync
 def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, dry_run: bool = False) -> Path:
     """Run the whole job; returns the run's folder. Raises UserError kinds for what the user can mend."""
     team = load_team(config.team)
-    check_policies(team, config.policies)
+    unused = check_policies(team, config.policies)
     rule = resolve(**config.advantage.model_dump(exclude_none=True))
     run_dir = Path(config.output) / config.name
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     console = Console(quiet=rank != 0)
+    if unused:
+        console.note(f"no agent uses the policy {', '.join(unused)}; it costs memory and does nothing")
     if dry_run:
         console.start(describe(config, team, rule, world=world, folders=_folders(config)))
         return run_dir
@@ -95,6 +98,7 @@ class Job:
         folders = {name: Path(path) for name, path in self.share(self._model_folders()).items()}
         if self.is_lead:
             (self.run_dir / "config.json").write_text(dump(self.config))
+            write_environment(self.run_dir)
             self.console.start(describe(self.config, self.team, rule, world=world, folders=folders))
         if self.config.warm_start:
             folders = self.warm_start(folders)

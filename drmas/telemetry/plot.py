@@ -13,7 +13,7 @@ from html import escape
 from importlib import resources
 
 WIDTH, HEIGHT = 460, 260
-LEFT, RIGHT, BOTTOM = 58, 12, 42
+LEFT, RIGHT, BOTTOM = 66, 12, 42
 COLOURS = 8
 CHARACTER_WIDTH = 7.4
 """Mean width of a character of the legend, in viewBox units: text can't be measured without a renderer."""
@@ -211,10 +211,13 @@ def _line(frame: _Frame, one: Series, index: int) -> str:
     dotted = sum(map(len, runs)) <= MARKED_POINTS
     for run in runs:
         for i in run:
-            visible = "dot" if dotted or len(run) == 1 else "dot hidden"
+            lone = len(run) == 1
+            visible = "dot" if dotted or lone else "dot hidden"
             label = f"{one.name}, {one.x[i]:g}: {number(one.y[i])}"
             place = f'cx="{frame.x(one.x[i]):.1f}" cy="{frame.y(one.y[i]):.1f}"'
-            parts.append(f'<circle class="{visible} {colour}" {place} r="2.4"><title>{escape(label)}</title></circle>')
+            parts.append(
+                f'<circle class="{visible} {colour}" {place} r="{3.4 if lone else 2.4}"><title>{escape(label)}</title></circle>'
+            )
     return "".join(parts)
 
 

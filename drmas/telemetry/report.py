@@ -92,6 +92,7 @@ def _tiles(steps: Sequence[Metrics]) -> str:
     seconds = [value for metrics in steps if (value := seconds_of(metrics)) is not None]
     failed = sum(sum(failures_of(metrics).values()) for metrics in steps)
     episodes = sum(metrics.get("rollout/episodes") or 0 for metrics in steps)
+    trainer, engine = _peak(steps, "train", "/peak_memory_bytes"), _peak(steps, "rollout", "/engine_peak_memory_bytes")
     tiles = [
         ("reward, first → last step", f"{rewards[0]:.3f} → {rewards[-1]:.3f}" if rewards else "-"),
         ("best step's reward", f"{max(rewards):.3f}" if rewards else "-"),
@@ -99,9 +100,21 @@ def _tiles(steps: Sequence[Metrics]) -> str:
         ("largest gradient norm", number(max(norms)[0]) if norms else "-"),
         ("largest log-prob gap", number(max(gaps)) if gaps else "-"),
         ("seconds in steps", f"{sum(seconds):,.0f}" if seconds else "-"),
+        ("peak memory: trainer · engine", f"{trainer} · {engine}" if trainer + engine != "--" else "-"),
     ]
     cells = (f'<div class="tile"><b>{text(value)}</b><span>{text(name)}</span></div>' for name, value in tiles)
     return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _peak(steps: Sequence[Metrics], first: str, last: str) -> str:
+    """The largest of the metrics `first/...last`, bytes shown in GiB."""
+    found = [
+        value
+        for metrics in steps
+        for key, value in metrics.items()
+        if value is not None and key.startswith(f"{first}/") and key.endswith(last)
+    ]
+    return f"{max(found) / 2**30:.1f} GiB" if found else "-"
 
 
 def charts(steps: Sequence[Metrics]) -> list[str]:

@@ -66,7 +66,7 @@ def finish(model: nn.Module, model_config: ModelConfig) -> None:
 def abort(model: nn.Module, model_config: ModelConfig) -> bool:
     """Close the model after a failure, with the old tensors put back wherever a layer isn't complete.
 
-    Returns whether all layers hold their old weights. Buffered tensors are forgotten; reload would hand them to the next update.
+    Returns whether all layers hold their old weights. Buffered tensors are dropped: the next update would replay them.
     """
     whole = True
     for layer in model.modules():
@@ -100,7 +100,9 @@ def repack_tied_heads(model: nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _counting_loader(original: Callable[..., Any], loaded: Counter[tuple[str, str]], key: tuple[str, str]) -> Callable[..., Any]:
+def _counting_loader(
+    original: Callable[..., Any], loaded: Counter[tuple[str, str]], key: tuple[str, str]
+) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def counting_loader(*args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ half a gigabyte for nothing it needs.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -67,7 +68,7 @@ class GlooTrainer:
     def send_weights(self) -> None:
         """One update: start, every bucket, finish. Called on every trainer rank.
 
-        SyncError: a tensor isn't finite (the engine keeps its weights), or the group broke. The client's own errors pass through.
+        SyncError: a tensor isn't finite (the engine keeps its weights), or the group broke. The client's errors pass through.
         """
         if not self._init.is_sender:
             for _ in self._source:
@@ -111,7 +112,7 @@ class GlooTrainer:
         self._agree()
 
     def _fill(self, bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
-        """The bucket's bytes [num_bytes] uint8, valid until the next call. A bucket of one tensor is that tensor's own memory."""
+        """The bucket's bytes [num_bytes] uint8, valid until the next call; of a single tensor, that tensor's own memory."""
         if len(bucket.slots) == 1:
             _, tensor = next(tensors)
             return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -154,8 +155,6 @@ def _raise_first(call: Future[Any], error: RuntimeError) -> None:
     """
     if isinstance(error, SyncError) and not isinstance(error, _Refused):
         raise error
-    try:
+    with contextlib.suppress(TimeoutError):
         call.result(timeout=5.0)
-    except TimeoutError:
-        pass
     raise SyncError(f"the weight transfer broke: {error}") from error

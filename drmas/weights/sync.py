@@ -21,7 +21,10 @@ from drmas.weights.wire import LOOPBACK, free_port
 
 
 class SyncClient(Client, Protocol):
-    """An engine's control channel: vLLM's protocol, and what it lacks. One object per engine process."""
+    """An engine's control channel: vLLM's protocol, and what it lacks. One object per engine process.
+
+    A scripted engine's has no `num_workers`: there are no weights to carry, and it only learns the version.
+    """
 
     num_workers: int
 
@@ -31,10 +34,9 @@ class SyncClient(Client, Protocol):
 
 
 class SyncedEngine(Protocol):
-    """The part of `drmas.rollout.engine.Engine` that a sync drives. `sync_client` is None where there are no weights."""
+    """The part of `drmas.rollout.engine.Engine` that a sync drives."""
 
-    version: int
-    sync_client: SyncClient | None
+    sync_client: SyncClient
     alive: bool
 
     def pause(self) -> None: ...
@@ -70,7 +72,7 @@ class WeightSync:
         self._client: _VersionedClient | None = None
 
     def push(self, version: int) -> SyncResult:
-        """Make the engine's weights the trainer's, as `version`. Called on every rank; iterates the source equally often on all.
+        """Make the engine's weights the trainer's, as `version`. Called on every rank; each iterates the source equally often.
 
         SyncError: the weights were not finite, didn't fit or didn't arrive. The engine then runs on with its old weights; only
         where some layers had changed already it stays paused and refuses requests until a push succeeds. EngineDied: start the
@@ -93,8 +95,8 @@ class WeightSync:
             trainer.shutdown()
 
     def _send(self, engine: SyncedEngine, version: int) -> int:
-        if engine.sync_client is None:
-            engine.version = version
+        if not getattr(engine.sync_client, "num_workers", 0):
+            engine.sync_client.finish_weight_update(str(version))
             return 0
         engine.pause()
         try:

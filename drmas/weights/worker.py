@@ -91,8 +91,9 @@ class GlooWorker(WeightTransferEngine[GlooInit, GlooUpdate]):
         return received
 
     def _fault(self, buckets: list[Bucket]) -> ValueError | None:
+        slots = (slot for bucket in buckets for slot in bucket.slots)
         try:
-            reload.check(self.model, self.model_config, ((slot.name, slot.dtype, slot.shape) for bucket in buckets for slot in bucket.slots))
+            reload.check(self.model, self.model_config, ((slot.name, slot.dtype, slot.shape) for slot in slots))
         except ValueError as error:
             return error
         return None

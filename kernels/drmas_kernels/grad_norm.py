@@ -2,7 +2,7 @@
 
 Contract
   `squared_norms`: for buffers g_b (1-d, fp32) of groups 0..G-1, squared[k] = sum over the buffers of group k of |g_b|^2.
-  Tiles of 4096 elements are summed in fp32, tiles in float64, buffers in their order: relative error under 1e-6 against float64
+  Tiles of 256 elements are summed in fp32, tiles in float64, buffers in their order: relative error under 1e-6 against float64
   (numerics.SQUARED_NORM), the same bits from run to run. A NaN, an infinity or an overflow of a tile gives a non-finite sum.
   An empty buffer counts 0. Reads 4 n bytes.
   `clip_coefficient`: min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_; -1 where the norm isn't finite, which
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_TILE = 4096
+_TILE = 256
 SKIP = -1.0
 """The coefficient that stands for a skipped update."""
 

@@ -52,7 +52,7 @@ from drmas_kernels.policy_loss import (
 
 _CHUNK_BYTES = 128 * 2**20
 _WIDEN_BYTES = 16 * 2**20
-_CACHE_BYTES = 2 * 2**20
+_CACHE_BYTES = 8 * 2**20
 _LOWEST = -1e30
 """Stands for the maximum of a shard without columns: finite, so that differences of maxima times 0 stay 0."""
 
@@ -214,30 +214,28 @@ def _chunk_rows(tokens: int, shard: _Shard, chunk: int | None) -> int:
     return max(1, -(-tokens // max(1, -(-tokens // fit))))
 
 
-def _to_dlogits(chunk: _Chunk, logprob: Tensor, entropy: Tensor, slope: Tensor, bonus: Tensor | None) -> Tensor:
+def _to_dlogits(chunk: _Chunk, entropy: Tensor, slope: Tensor, bonus: Tensor | None) -> Tensor:
     """Turn the chunk's logits into the loss's derivative by them, up to the factor per token [Tc, 1] that is returned.
 
     Without an entropy bonus dz is e^u times a number per token, so the factor goes into the small operands of the two products
-    and the buffer is touched at the targets only. The target's element is formed from its log-prob: 1 - p by expm1 keeps the
-    digits that a difference of nearly equal numbers would lose.
+    and the buffer is touched at the targets only.
     """
-    logits, chosen = chunk.logits, logprob[chunk.target_rows]
-    largest, total = chunk.merged[:, 0], chunk.merged[:, 1]
-    behind = chunk.local[:, 0] - largest
+    logits, slope = chunk.logits, slope[:, None]
+    largest, total = chunk.merged[:, :1], chunk.merged[:, 1:2]
+    behind = chunk.local[:, :1] - largest
+    at_target = (chunk.target_rows, chunk.target_columns)
     if bonus is None:
-        if chunk.local is not chunk.merged:
-            logits.mul_(behind.exp()[:, None])
-        logits[chunk.target_rows, chunk.target_columns] = torch.expm1(chosen) * total[chunk.target_rows]
-        return (-slope / total)[:, None]
-    bonus, slope = bonus[:, None], slope[:, None]
+        if chunk.local is not chunk.merged:  # other shards: e^u is still relative to this shard's own maximum
+            logits.mul_(behind.exp())
+        logits[at_target] -= total[chunk.target_rows, 0]
+        return -slope / total
+    bonus = bonus[:, None]
     offset = bonus * entropy[:, None] - slope
-    logits.add_((behind - total.log())[:, None])
+    logits.add_(behind - total.log())
     for rows in _row_blocks(logits):
         probability = logits[rows].exp()
         logits[rows].mul_(bonus[rows]).add_(offset[rows]).mul_(probability)
-    rows = chunk.target_rows
-    at_target = chosen.exp() * (bonus[rows, 0] * chosen + offset[rows, 0] + slope[rows, 0])
-    logits[rows, chunk.target_columns] = at_target - slope[rows, 0] * torch.expm1(chosen)
+    logits[at_target] += slope[chunk.target_rows, 0]
     return torch.ones_like(slope)
 
 
@@ -280,7 +278,7 @@ def _consume(
         tokens = inputs.slice(part)
         slope = tokens.weight * token_terms(logprob[part], tokens.old_logprob, tokens.advantage, options).slope
         bonus = tokens.weight * options.entropy_bonus if options.entropy_bonus > 0 else None
-        sink.add(piece, _to_dlogits(piece, logprob[part], entropy[part], slope, bonus), shard)
+        sink.add(piece, _to_dlogits(piece, entropy[part], slope, bonus), shard)
     return logprob, entropy
 
 

@@ -43,7 +43,7 @@ ENTROPY = Tolerance(1e-5, 1e-6, "the shifted moment keeps the digits that a comm
 GRADIENT = Tolerance(2e-6, 2e-5, "fp32 products over the vocabulary (dH) or the tokens (dW); entries of order 1")
 GRADIENT_BF16 = Tolerance(1e-3, 2**-8, "inputs are widened exactly; one rounding of dH and dW to bf16")
 LOSS = Tolerance(2e-6, 2e-6, "log-probs within LOGPROB averaged over tokens; the sum is float64")
-SQUARED_NORM = Tolerance(0.0, 1e-6, "tiles of 4096 squares in fp32, tiles in float64")
+SQUARED_NORM = Tolerance(0.0, 1e-6, "tiles of 256 squares in fp32, tiles in float64")
 ADAMW = Tolerance(1e-7, 1e-6, "a few fp32 roundings per element and step")
 
 

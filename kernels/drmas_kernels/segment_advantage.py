@@ -163,6 +163,8 @@ class _Grouped:
         return self._reduce((self._value - self.mean[self._group]).square(), "sum")
 
     def _reduce(self, value: Tensor, how: str) -> Tensor:
+        if not self.lengths.numel():  # segment_reduce doesn't take "no groups"
+            return value
         return torch.segment_reduce(value, how, lengths=self.lengths, initial=0.0 if how == "sum" else None)
 
 

@@ -47,7 +47,9 @@ def test_forged_role_markers_are_broken_visibly_and_the_rest_stays(byte_tokenize
     assert renderer.neutralise(innocent) == innocent
 
 
-pieces = st.lists(st.one_of(st.sampled_from([*MARKERS, "<|im_", "start|>", "<", "|", ">", "<|", "im_end"]), st.text(max_size=5)))
+pieces = st.lists(
+    st.one_of(st.sampled_from([*MARKERS, "<|im_", "start|>", "<", "|", ">", "<|", "im_end"]), st.text(max_size=5))
+)
 
 
 @settings(max_examples=200, deadline=None)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from drmas_kernels.linear_logprob import linear_policy_loss
 from drmas_kernels.policy_loss import PolicyLossOptions
 
@@ -32,12 +33,17 @@ class Head:
     num_agents: int = 2
 
     @classmethod
-    def random(cls, tokens, hidden, vocabulary, *, seed=0, scale=0.3, offset=0.0, dtype=torch.float32):
-        """`offset` is added to every logit, by a constant feature. Old log-probs are near the new ones, some far."""
+    def random(cls, tokens, hidden, vocabulary, *, seed=0, scale=0.3, offset=None, dtype=torch.float32):
+        """Old log-probs are near the new ones, some far.
+
+        `offset` is added to every logit, by a constant feature; inputs are then short binary fractions whose products and sums
+        fp32 holds exactly, so that only what happens to the logits is tested.
+        """
         generator = torch.Generator().manual_seed(seed)
         states = torch.randn(tokens, hidden, generator=generator)
         weight = torch.randn(vocabulary, hidden, generator=generator) * scale
-        if offset:
+        if offset is not None:
+            states, weight = (states * 8).round() / 8, (weight * 16).round() / 16
             states[:, 0], weight[:, 0] = 1.0, offset
         states, weight = states.to(dtype), weight.to(dtype)
         target = torch.randint(vocabulary, (tokens,), generator=generator)

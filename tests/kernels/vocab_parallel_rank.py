@@ -5,6 +5,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
 from drmas_kernels.linear_logprob import linear_logprob, linear_policy_loss
 from drmas_kernels.policy_loss import PolicyLossOptions
 
@@ -42,7 +43,7 @@ def main() -> None:
     try:
         linear_logprob(torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([0]), vocab_start=1, group=dist.group.WORLD)
     except ValueError as error:
-        print(error)
+        sys.stdout.write(str(error))
     dist.destroy_process_group()
 
 

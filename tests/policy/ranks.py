@@ -14,6 +14,7 @@ import torch.distributed as dist
 from conftest import (
     LAYOUTS,
     MODELS,
+    ONE_KV_HEAD,
     gradients,
     make_batch,
     make_rows,
@@ -37,17 +38,17 @@ def same_on_every_rank(value: Any) -> bool:
 
 def logits(models: Path, groups: Groups) -> dict[str, torch.Tensor]:
     found = {}
-    for family, tied in MODELS:
+    for name in (*(model_name(*model) for model in MODELS), ONE_KV_HEAD):
         for layout in ("tp2", "tp2-sp"):
-            trainer = make_trainer(models / model_name(family, tied), groups, trainable=False, **LAYOUTS[layout])
-            found[f"{model_name(family, tied)}/{layout}"] = whole_logits(trainer, make_rows())
+            trainer = make_trainer(models / name, groups, trainable=False, **LAYOUTS[layout])
+            found[f"{name}/{layout}"] = whole_logits(trainer, make_rows())
     return found
 
 
 def updates(models: Path, groups: Groups) -> dict[str, Any]:
     """Two updates per model and layout, in small microbatches, without clipping; the first one's gradient where it is whole."""
     found = {}
-    for name in ("qwen3-tied", "qwen2-untied", "llama-untied"):
+    for name in ("qwen3-tied", "qwen2-untied", "llama-untied", ONE_KV_HEAD):
         for layout, settings in LAYOUTS.items():
             trainer = make_trainer(models / name, groups, clip_grad_norm=1e9, tokens_per_microbatch=24, **settings)
             first = run_updates(trainer, 1)
@@ -95,7 +96,9 @@ def checkpoints(models: Path, groups: Groups, shared: Path) -> dict[str, Any]:
     resumed = make_trainer(models / "qwen3-tied", groups, seed=99, **LAYOUTS["tp2-sp"])
     resumed.load(shared / "saved-by-tp2")
     run_updates(resumed, 1, first=1)
-    found["bitwise"] = all(torch.equal(a, b) for a, b in zip(weights(straight).values(), weights(resumed).values(), strict=True))
+    found["bitwise"] = all(
+        torch.equal(a, b) for a, b in zip(weights(straight).values(), weights(resumed).values(), strict=True)
+    )
     replicas = make_trainer(models / "qwen3-tied", groups)
     run_updates(replicas, 1)
     replicas.save(shared / "saved-by-dp2")
@@ -134,7 +137,7 @@ def shared_error() -> str:
 def main(models: Path, shared: Path) -> None:
     host_platform.set_threads(1)
     init_distributed(timeout_seconds=60)
-    groups = Groups()
+    groups = Groups(timeout_seconds=60)
     found = {
         "logits": logits(models, groups),
         "updates": updates(models, groups),

@@ -1,4 +1,4 @@
-"""Logits of the Megatron model against transformers: the whole path of configuration, weights, packing, rotary and attention."""
+"""Logits of the Megatron model against transformers: configuration, weights, packing, rotary positions and attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_logits_equal_transformers_on_one_rank(kit, trainer_of, models, name):
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "qwen3-one-kv-head"])
 def test_logits_equal_transformers_on_two_tensor_parallel_ranks(kit, two_ranks, models, name, layout):
     found = two_ranks["logits"][f"{name}/{layout}"]
     torch.testing.assert_close(found, kit.reference_logits(models / name, kit.make_rows()), atol=TOLERANCE, rtol=0)

@@ -1,0 +1,85 @@
+import math
+
+import pytest
+
+from drmas.core.advantages import PRESETS, advantages
+from drmas.core.diagnostics import agent_summary, inflation_factors
+
+
+def test_inflation_of_binary_rewards_as_recorded(golden, make_row):
+    """Agent k succeeds in the share p_agent of its calls, the group in `successes` of `group_size` episodes."""
+    for case in golden["auxiliary"]["binary_inflation_factor"]["cases"]:
+        size, successes = case["group_size"], case["successes"]
+        rows = [make_row("t", str(i), "other", float(i < successes)) for i in range(size)]
+        calls = round(4 * case["p_agent"])
+        rows += [make_row("t", "0", "k", 1.0)] * calls + [make_row("t", str(size - 1), "k", 0.0)] * (4 - calls)
+        assert inflation_factors(rows)["k"] == pytest.approx(case["factor"], rel=1e-6), case
+
+
+def test_inflation_by_hand(make_row):
+    """Episodes of t: 1, 0, 0.5 (mean 1/2, variance 1/6). Agent a has rewards 1, 1, 0.5: mean 5/6, variance 1/18."""
+    rows = [
+        make_row("t", "0", "a", 1.0),
+        make_row("t", "0", "a", 1.0, turn=1),
+        make_row("t", "1", "b", 0.0),
+        make_row("t", "2", "a", 0.5),
+        make_row("u", "0", "a", 1.0),
+        make_row("u", "1", "a", 0.0),
+        make_row("u", "1", "a", 0.0, turn=1),
+    ]
+    in_t = (1 / 18 + 1 / 9) * 6
+    in_u = (2 / 9 + 1 / 36) * 4
+    factors = inflation_factors(rows)
+    assert factors["a"] == pytest.approx((3 * in_t + 3 * in_u) / 6)
+    assert factors["b"] == pytest.approx(0.25 * 6)
+
+
+def test_inflation_needs_spread_and_included_rows(make_row):
+    rows = [make_row("t", "0", "a", 0.1), make_row("t", "1", "a", 0.1), make_row("u", "0", "b", None, status="engine")]
+    assert inflation_factors(rows) == {"a": None, "b": None}
+    assert inflation_factors([]) == {}
+
+
+def test_I3_a_failed_episode_does_not_count_in_the_inflation(team_rows):
+    assert inflation_factors(team_rows) == inflation_factors([row for row in team_rows if row.status == "ok"])
+
+
+def test_summary_by_agent(team_rows):
+    summary = agent_summary(team_rows, advantages(team_rows, PRESETS["dr-mas"]))
+    solver, verifier = summary["solver"], summary["verifier"]
+    assert solver["rows"] == 5
+    assert solver["calls_per_episode"] == 5 / 4
+    assert solver["reward_mean"] == 3 / 5
+    assert solver["advantage_mean"] == pytest.approx(0.0, abs=1e-12)
+    assert solver["advantage_rms"] == pytest.approx(math.sqrt(4 * 0.75 / 5), rel=1e-5)
+    assert solver["row_sum"] == pytest.approx(0.0, abs=1e-12)
+    assert solver["singleton_share"] == 1 / 5
+    assert solver["constant_share"] == 0.0
+    assert solver["response_tokens_mean"] == (3 + 2 + 5 + 4 + 7) / 5
+    assert verifier["rows"] == 2
+    assert verifier["calls_per_episode"] == 2 / 4
+
+
+def test_a_pooled_baseline_leaves_a_push_on_the_agent_that_fails_more(make_row):
+    """The search group of the first implementation: 2 calls in a success, 4 in failures."""
+    rows = [make_row("t", str(i), "answer", float(i < 2)) for i in range(5)]
+    rows += (
+        [make_row("t", "0", "search", 1.0)] * 2 + [make_row("t", "2", "search", 0.0)] * 3 + [make_row("t", "3", "search", 0.0)]
+    )
+    pooled = agent_summary(rows, advantages(rows, PRESETS["grpo"]))
+    assert pooled["search"]["row_sum"] == pytest.approx(2 * 1.0954431 - 4 * 0.73029536, abs=1e-5)
+    own = agent_summary(rows, advantages(rows, PRESETS["dr-mas"]))
+    assert own["search"]["row_sum"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_shares_of_rows_without_spread(make_row):
+    rows = [make_row("t", str(i), "a", 1.0) for i in range(3)] + [make_row("u", str(i), "a", float(i)) for i in range(2)]
+    assert agent_summary(rows, advantages(rows, PRESETS["dr-mas"]))["a"]["constant_share"] == 3 / 5
+
+
+def test_an_agent_whose_rows_all_failed_has_no_means(make_row):
+    rows = [make_row("t", "0", "a", None, status="timeout")]
+    summary = agent_summary(rows, advantages(rows, PRESETS["dr-mas"]))["a"]
+    assert summary["rows"] == 0.0
+    assert summary["row_sum"] == 0.0
+    assert {name for name, value in summary.items() if value is None} == set(summary) - {"rows", "row_sum"}

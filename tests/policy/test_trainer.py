@@ -1,0 +1,316 @@
+"""Updates against independent ones in plain torch, and what must not change them: layout, order, packing, excluded rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from drmas.errors import ConfigError, DataError
+from drmas.policy.batch import PolicyBatch
+
+UPDATED = ("qwen3-tied", "qwen2-untied", "llama-untied", "qwen3-one-kv-head")
+LAYOUTS = ("tp2", "tp2-sp", "dp2")
+
+
+class Reference:
+    """transformers, autograd and torch's AdamW: the loss of the README's formula, row by row, without packing or kernels."""
+
+    def __init__(self, folder, config, clip_low=0.2, clip_high=0.2, dual_clip=3.0):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+        parameters = list(self.model.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        betas = (config.adam_beta1, config.adam_beta2)
+        self.adam = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps)
+        self.clips = (1 - clip_low, 1 + clip_high, dual_clip)
+        self.clip_grad_norm = config.clip_grad_norm
+
+    def logprobs(self, row, temperature):
+        logits = self.model(torch.tensor([[*row.prompt_ids, *row.response_ids]])).logits[0] / temperature
+        chosen = logits[len(row.prompt_ids) - 1 : -1].log_softmax(-1)
+        return chosen.gather(1, torch.tensor(row.response_ids)[:, None])[:, 0]
+
+    def losses(self, batch):
+        """The weighted loss of each row."""
+        low, high, dual = self.clips
+        for row, advantage, weight, temperature in zip(
+            batch.rows, batch.advantages, batch.token_weights, batch.temperatures, strict=True
+        ):
+            logprob = self.logprobs(row, temperature)
+            old = logprob.detach() if batch.on_policy else torch.tensor(row.logprobs)
+            ratio = (logprob - old).exp()
+            loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high))
+            if advantage < 0:
+                loss = torch.minimum(loss, torch.tensor(-advantage * dual))
+            yield weight * loss.sum()
+
+    def update(self, batch):
+        """(loss, gradient norm before clipping)."""
+        self.adam.zero_grad()
+        loss = sum(self.losses(batch))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
+        self.adam.step()
+        return loss.item(), norm.item()
+
+    def weights(self, names):
+        state = self.model.state_dict()
+        return {name: state[name] for name in names}
+
+
+@pytest.mark.parametrize("name", UPDATED)
+@pytest.mark.parametrize("clip", [0.05, 1e9], ids=["clipped", "unclipped"])
+def test_updates_equal_plain_torch(kit, trainer_of, models, name, clip):
+    trainer = trainer_of(name, clip_grad_norm=clip, weight_decay=0.1)
+    reference = Reference(models / name, trainer.config)
+    for i in range(3):
+        batch = kit.make_batch(kit.make_rows(seed=10 + i))
+        result = trainer.update(batch)
+        loss, norm = reference.update(batch)
+        assert result.metrics["loss"] == pytest.approx(loss, rel=1e-5)
+        assert result.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert norm > 0.05
+    found = kit.weights(trainer)
+    assert kit.largest_difference(found, reference.weights(found)) < 1e-6
+    assert trainer.version == 3
+
+
+def test_supervised_updates_equal_plain_torch(kit, trainer_of, models):
+    trainer = trainer_of("qwen3-tied")
+    reference = Reference(models / "qwen3-tied", trainer.config)
+    rows = [replace(row, logprobs=[]) for row in kit.make_rows()]
+    batch = kit.make_batch(rows, advantages=[1.0] * 6, on_policy=True)
+    before = sum(sum(row) for row in trainer.logprobs(rows, batch.temperatures))
+    for _ in range(3):
+        assert trainer.update(batch).metrics["grad_norm"] == pytest.approx(reference.update(batch)[1], rel=1e-5)
+    found = kit.weights(trainer)
+    assert kit.largest_difference(found, reference.weights(found)) < 1e-6
+    assert sum(sum(row) for row in trainer.logprobs(rows, batch.temperatures)) > before + 1
+
+
+def test_I11_logprobs_are_of_the_tempered_distribution_in_row_order(kit, trainer_of, models):
+    trainer = trainer_of("llama-untied", tokens_per_microbatch=24)
+    rows, temperatures = kit.make_rows(), [1.0, 0.7, 1.3, 1.0, 0.7, 1.0]
+    reference = Reference(models / "llama-untied", trainer.config)
+    found = trainer.logprobs(rows, temperatures)
+    for row, temperature, values in zip(rows, temperatures, found, strict=True):
+        torch.testing.assert_close(torch.tensor(values), reference.logprobs(row, temperature), atol=1e-5, rtol=0)
+    assert trainer.logprobs([], []) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", UPDATED)
+def test_I5_loss_norm_metrics_and_weights_are_equal_on_every_layout(kit, trainer_of, two_ranks, name, layout):
+    """Two ranks in microbatches of at most 24 tokens against one rank in one microbatch."""
+    trainer = trainer_of(name, clip_grad_norm=1e9)
+    expected = kit.run_updates(trainer, 2)
+    found = two_ranks["updates"][f"{name}/{layout}"]
+    assert found["same"]  # on both ranks
+    for one, other in zip(expected, found["reports"], strict=True):
+        assert other["metrics"] == pytest.approx(one["metrics"], rel=1e-5)
+        assert other["agents"].keys() == one["agents"].keys() == {"solver", "verifier"}
+        for agent, values in one["agents"].items():
+            assert other["agents"][agent] == pytest.approx(values, rel=1e-4, abs=1e-6)
+    assert kit.largest_difference(found["weights"], kit.weights(trainer)) < 1e-6
+    torch.testing.assert_close(found["logprobs"][2], trainer.logprobs(kit.make_rows(), [1.0] * 6)[2], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
+@pytest.mark.parametrize("name", UPDATED)
+def test_I5_gradients_at_two_tensor_parallel_ranks_equal_one(kit, trainer_of, two_ranks, name, layout):
+    trainer = trainer_of(name, clip_grad_norm=1e9)
+    kit.run_updates(trainer, 1)
+    expected = kit.gradients(trainer)
+    assert kit.largest_difference(two_ranks["updates"][f"{name}/{layout}"]["gradient"], expected) < 1e-5
+    assert min(tensor.abs().max() for tensor in expected.values()) > 1e-4  # every parameter has a gradient to compare
+
+
+def test_I5_microbatches_and_row_order_change_nothing(kit, trainer_of):
+    batch = kit.make_batch()
+    order = [4, 0, 5, 2, 1, 3]
+    shuffled = replace(
+        batch, **{key: [getattr(batch, key)[i] for i in order] for key in ("rows", "advantages", "temperatures")}
+    )
+    found = {}
+    for name, budget, given in (("whole", 4096, batch), ("single rows", 1, batch), ("shuffled", 30, shuffled)):
+        trainer = trainer_of("qwen3-tied", tokens_per_microbatch=budget)
+        found[name] = (trainer.update(given), kit.weights(trainer))
+    expected, weights = found.pop("whole")
+    for result, other in found.values():
+        assert result.metrics == pytest.approx(expected.metrics, rel=1e-5)
+        for agent, values in expected.agents.items():
+            assert result.agents[agent] == pytest.approx(values, rel=1e-4, abs=1e-6)
+        assert kit.largest_difference(other, weights) < 1e-6
+
+
+def test_I3_I4_excluded_rows_change_nothing(kit, trainer_of):
+    plain, padded = trainer_of("qwen3-tied"), trainer_of("qwen3-tied")
+    batch = kit.make_batch()
+    rows = [*batch.rows, replace(batch.rows[0], status="engine", reward=None, logprobs=[9.9], versions=[])]
+    extended = kit.make_batch(
+        rows,
+        advantages=[*batch.advantages, 7.0],
+        token_weights=[*batch.token_weights, 0.0],
+        temperatures=[*batch.temperatures, 1.0],
+    )
+    assert padded.update(extended) == plain.update(batch)
+    assert kit.largest_difference(kit.weights(plain), kit.weights(padded)) == 0.0
+
+
+def test_I4_a_rank_without_rows_changes_nothing(kit, trainer_of, two_ranks):
+    trainer = trainer_of("qwen3-tied")
+    expected = trainer.update(kit.make_batch(kit.make_rows(1)))
+    assert two_ranks["idle"]["metrics"] == pytest.approx(expected.metrics, rel=1e-5)
+    assert kit.largest_difference(two_ranks["idle"]["weights"], kit.weights(trainer)) < 1e-6
+    assert two_ranks["idle"]["logprobs"][0] == pytest.approx(trainer.logprobs(kit.make_rows(1), [1.0])[0], abs=1e-5)
+
+
+def test_I4_a_batch_without_weights_is_no_step(kit, trainer_of):
+    trainer = trainer_of("qwen3-tied")
+    before = kit.weights(trainer)
+    for batch in (kit.make_batch(token_weights=[0.0] * 6), PolicyBatch([], [], [], [])):
+        result = trainer.update(batch)
+        assert result.metrics == {"loss": 0.0, "grad_norm": 0.0, "lr": 1e-3, "tokens": 0.0, "skipped": 1.0}
+        assert result.agents == {}
+    assert trainer.version == 0
+    assert kit.largest_difference(kit.weights(trainer), before) == 0.0
+
+
+def test_I8_an_agent_without_rows_has_no_metrics(kit, trainer_of):
+    rows = [row for row in kit.make_rows() if row.agent == "verifier"]
+    result = trainer_of("qwen3-tied").update(kit.make_batch(rows))
+    assert list(result.agents) == ["verifier"]
+    assert result.agents["verifier"]["tokens"] == sum(len(row.response_ids) for row in rows)
+    assert result.metrics["loss"] == pytest.approx(result.agents["verifier"]["loss"], rel=1e-6)
+
+
+def test_rows_of_advantage_zero_push_nowhere(kit, trainer_of):
+    trainer = trainer_of("qwen3-tied", weight_decay=0.0)
+    before = kit.weights(trainer)
+    result = trainer.update(kit.make_batch(advantages=[0.0] * 6))
+    assert result.metrics["grad_norm"] == 0.0
+    assert result.agents["solver"]["entropy"] > 0
+    assert kit.largest_difference(kit.weights(trainer), before) == 0.0
+
+
+def test_the_logprob_gap_is_measured_per_agent(kit, trainer_of):
+    trainer = trainer_of("qwen3-tied")
+    rows = kit.make_rows()
+    own = trainer.logprobs(rows, [1.0] * 6)
+    shifted = [
+        replace(row, logprobs=[v + (0.5 if row.agent == "solver" else 0.0) for v in values])
+        for row, values in zip(rows, own, strict=True)
+    ]
+    result = trainer.update(kit.make_batch(shifted, temperatures=[1.0] * 6))
+    assert result.agents["solver"]["logprob_gap_mean"] == pytest.approx(0.5, abs=1e-4)
+    assert result.agents["solver"]["ratio_max"] == pytest.approx(math.exp(-0.5), abs=1e-4)
+    assert result.agents["verifier"]["logprob_gap_max"] < 1e-5
+
+
+def test_a_gradient_that_is_not_finite_is_skipped(kit, trainer_of):
+    trainer, other = trainer_of("qwen3-tied"), trainer_of("qwen3-tied")
+    before = kit.weights(trainer)
+    result = trainer.update(kit.make_batch(advantages=[math.inf, 1.0, 1.0, 1.0, 1.0, 1.0]))
+    assert result.metrics["skipped"] == 1.0
+    assert not math.isfinite(result.metrics["grad_norm"])
+    assert trainer.version == 0
+    assert kit.largest_difference(kit.weights(trainer), before) == 0.0
+    assert kit.run_updates(trainer, 2) == kit.run_updates(other, 2)  # as if it had never been
+
+
+def test_an_infinite_gradient_of_one_rank_is_skipped_by_all(kit, trainer_of, two_ranks):
+    found = two_ranks["infinite"]
+    assert found["facts"] == (1.0, 0, True)
+    assert found["same"]
+    assert found["after"] == pytest.approx(kit.run_updates(trainer_of("qwen3-tied"), 1)[0]["metrics"], rel=1e-5)
+
+
+def test_two_policies_of_different_layouts_do_not_disturb_each_other(kit, two_ranks):
+    for key, weights in two_ranks["two policies"].items():
+        assert kit.largest_difference(weights, two_ranks["updates"][key]["weights"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"lr_warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0]),
+        ({"lr_schedule": "linear", "total_steps": 4}, [0.8, 0.6, 0.4, 0.2, 0.0]),
+        (
+            {"lr_schedule": "cosine", "total_steps": 3, "lr_min": 5e-4},
+            [0.5 + 0.25 * (1 + math.cos(math.pi * i / 4)) for i in range(1, 5)],
+        ),
+    ],
+    ids=["warmup", "linear", "cosine"],
+)
+def test_the_learning_rate_follows_its_schedule(kit, trainer_of, settings, expected):
+    trainer = trainer_of("llama-tied", **settings)
+    rates = [trainer.update(kit.make_batch()).metrics["lr"] for _ in expected]
+    assert rates == pytest.approx([1e-3 * share for share in expected], abs=1e-12)
+
+
+def test_bfloat16_keeps_float32_main_weights(kit, trainer_of, models):
+    """At lr 1e-4, steps vanish in bfloat16's 8 bits; they must add up in the main weights."""
+    trainer = trainer_of("qwen3-tied", dtype="bfloat16", lr=1e-4, lr_warmup_steps=0)
+    rows = kit.make_rows()
+    batch = kit.make_batch(rows, advantages=[1.0] * 6, on_policy=True)
+    first = kit.weights(trainer)
+    before = sum(map(sum, trainer.logprobs(rows, batch.temperatures)))
+    for _ in range(30):
+        assert trainer.update(batch).metrics["skipped"] == 0.0
+    assert first["model.norm.weight"].dtype == torch.bfloat16
+    assert sum(map(sum, trainer.logprobs(rows, batch.temperatures))) > before + 1
+    reference = Reference(models / "qwen3-tied", trainer.config.model_copy(update={"dtype": "float32"}))
+    for _ in range(30):
+        reference.update(batch)
+    found = kit.weights(trainer)
+    for name, expected in reference.weights(found).items():
+        moved = (expected - first[name].float()).norm()
+        assert (found[name].float() - expected).norm() < 0.5 * moved + 0.01, name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"versions": []}, r"row 0 .*: 0 versions for 4 response tokens; .*unknown version"),
+        ({"versions": None}, r"0 versions for 4 response tokens"),
+        ({"versions": [0, 0, 0]}, r"3 versions for 4 response tokens"),
+        ({"versions": [0, 0, -1, 0]}, r"token of version -1; expected 0 to 0"),
+        ({"versions": [0, 0, 1, 0]}, r"token of version 1; expected 0 to 0, the policy's own"),
+        ({"versions": [0, None, 0, 0]}, r"token of version None"),
+        ({"logprobs": [0.0]}, r"1 log-probs for 4 response tokens"),
+        ({"policy": "other"}, r"the row is of policy 'other'; this is 'main'"),
+        ({"agent": "critic"}, r"policy 'main' serves solver, verifier"),
+        ({"response_ids": [1, 2, 3, 131]}, r"token id 131; expected 0 to 130"),
+        ({"prompt_ids": []}, r"0 prompt and 4 response tokens"),
+    ],
+)
+def test_I2_rows_that_cannot_be_trained_on_are_refused(kit, trainer_of, change, message):
+    trainer = trainer_of("llama-tied")
+    rows = kit.make_rows()
+    rows[0] = replace(rows[0], **change)
+    with pytest.raises(DataError, match=message):
+        trainer.update(kit.make_batch(rows))
+    assert trainer.version == 0
+
+
+def test_lists_of_another_length_are_refused(kit, trainer_of):
+    with pytest.raises(DataError, match="5 advantages for 6 rows; expected one per row"):
+        trainer_of("llama-tied").update(kit.make_batch(advantages=[1.0] * 5))
+
+
+def test_a_policy_that_is_not_trainable_has_no_optimiser(kit, trainer_of):
+    trainer = trainer_of("qwen3-tied", trainable=False)
+    with pytest.raises(ConfigError, match=r"policies.main.trainable is false"):
+        trainer.update(kit.make_batch())
+    assert trainer.logprobs(kit.make_rows(), [1.0] * 6) == trainer_of("qwen3-tied").logprobs(kit.make_rows(), [1.0] * 6)
+
+
+def test_a_minimal_rate_above_the_rate_is_refused(trainer_of):
+    with pytest.raises(ConfigError, match=r"policies.main.lr_min is 1.0; it must not exceed lr, 0.001"):
+        trainer_of("qwen3-tied", lr_min=1.0)

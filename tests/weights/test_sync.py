@@ -1,0 +1,354 @@
+"""A push into a real vLLM engine: what arrives, what is kept out, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from drmas.errors import EngineDied, EngineError, SyncError
+from drmas.rollout.engine import Sampling
+from drmas.rollout.scripted import ScriptedEngine
+from drmas.weights import sender as sender_module
+from drmas.weights.sender import GlooTrainer, GlooTrainerInit
+from drmas.weights.source import CheckedSource
+from drmas.weights.sync import WeightSync
+from drmas.weights.wire import LOOPBACK, GlooInit, GlooUpdate, Group, Store, checksum, plan_buckets
+
+TOLERANCE = 1e-4
+
+
+def test_I10_after_a_push_the_engine_computes_with_the_trainers_weights(trainer):
+    for _ in range(2):
+        trainer.change()
+        assert trainer.gap() > 1e-2  # the change is one that would be seen
+        result = trainer.push()
+        assert trainer.gap() < TOLERANCE
+        assert trainer.engine.version == trainer.sync.version == trainer.version
+    assert result.bytes == sum(parameter.numel() * 4 for parameter in trainer.model.parameters())
+    assert 0 < result.seconds < 60
+
+
+def test_trap_1_tied_head_follows_the_embedding(tied):
+    tied.change("embed_tokens")
+    assert tied.gap() > 1e-2
+    tied.push()
+    assert tied.gap() < TOLERANCE
+
+
+def test_trap_2_weights_cannot_change_under_a_running_engine(trainer):
+    async def run():
+        calls = [asyncio.ensure_future(trainer.engine.generate([5 + i], Sampling(100), seed=i, key=f"{i}")) for i in range(4)]
+        await asyncio.sleep(0)
+        advance = asyncio.ensure_future(trainer.engine.advance())
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="start_weight_update on a running engine; pause it first"):
+            trainer.engine.sync_client.start_weight_update()
+        await advance
+        while not all(call.done() for call in calls):
+            await trainer.engine.advance()
+        return [await call for call in calls]
+
+    completions = asyncio.run(run())
+    assert {version for completion in completions for version in completion.versions} == {trainer.version}
+    assert trainer.gap() < TOLERANCE
+
+
+def test_trap_2_an_engine_does_not_resume_in_the_middle_of_an_update(trainer):
+    client = trainer.engine.sync_client
+    trainer.engine.pause()
+    client.start_weight_update()
+    with pytest.raises(EngineError, match="resume during a weight update"):
+        trainer.engine.resume()
+    assert client.abort_weight_update() is True
+    trainer.engine.resume()
+    assert trainer.gap() < TOLERANCE
+
+
+def test_trap_3_no_cached_prefix_survives_a_push(trainer):
+    def cached() -> float:
+        before = trainer.engine.stats()["cached_tokens"]
+        assert trainer.gap([list(range(4, 80))]) < TOLERANCE
+        return trainer.engine.stats()["cached_tokens"] - before
+
+    cached()
+    assert cached() == 64  # two blocks of 32: without a push the prefix is used again
+    trainer.change()
+    trainer.push()
+    assert cached() == 0
+
+
+def without(name: str):
+    return lambda tensors: [(n, t) for n, t in tensors if name not in n]
+
+
+def with_unknown_name(tensors):
+    return [*tensors[:6], ("model.layers.0.bogus.weight", torch.zeros(4)), *tensors[6:]]
+
+
+def transposed(tensors):
+    return [(n, t.t().contiguous() if n == "model.layers.1.mlp.down_proj.weight" else t) for n, t in tensors]
+
+
+def with_a_shorter_vocabulary(tensors):
+    return [(n, t[:50].contiguous() if "embed_tokens" in n else t) for n, t in tensors]
+
+
+FAULTS = {
+    "unknown name": (with_unknown_name, r"model\.layers\.0\.bogus"),
+    "wrong shape": (transposed, r"model\.layers\.1\.mlp\.down_proj\.weight.*doesn't fit"),
+    "short vocabulary": (with_a_shorter_vocabulary, r"embed_tokens\.weight.*doesn't fit"),
+    "missing layer": (without("layers.1."), "incomplete"),
+    "part of a fused parameter": (without("layers.0.self_attn.k_proj.weight"), r"layers\.0\.self_attn\.qkv_proj\.weight"),
+    "missing norm": (without("model.norm."), r"incomplete: 1 parameters.*model\.norm\.weight"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_trap_4_a_failed_update_leaves_the_old_weights_and_the_next_one_is_exact(trainer, fault):
+    edit, message = FAULTS[fault]
+    version, old = trainer.engine.version, {n: p.clone() for n, p in trainer.model.state_dict().items()}
+    trainer.change()
+    new = {n: p.clone() for n, p in trainer.model.state_dict().items()}
+    trainer.edit = edit
+    with pytest.raises(SyncError, match=message):
+        trainer.push()
+    trainer.model.load_state_dict(old)
+    assert trainer.gap() < TOLERANCE
+    assert trainer.engine.version == version
+
+    trainer.model.load_state_dict(new)
+    trainer.edit = lambda tensors: tensors
+    trainer.push()
+    assert trainer.gap() < TOLERANCE
+
+
+def test_trap_4_missing_biases_are_noticed(untied):
+    untied.edit = without("layers.0.self_attn.q_proj.bias")
+    with pytest.raises(SyncError, match=r"layers\.0\.self_attn\.qkv_proj\.bias \(64 of 128\)"):
+        untied.push()
+    assert untied.gap() < TOLERANCE
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(trainer, value):
+    def spoiled(tensors):
+        bad = {n: t.clone() for n, t in tensors}
+        bad["model.layers.1.mlp.down_proj.weight"][3, 5] = value
+        return list(bad.items())
+
+    trainer.edit = spoiled
+    with pytest.raises(SyncError, match=r"model\.layers\.1\.mlp\.down_proj\.weight holds NaN or Inf"):
+        trainer.push()
+    assert trainer.gap() < TOLERANCE
+
+
+def test_a_corrupt_bucket_is_noticed_and_not_loaded(trainer, monkeypatch):
+    counted = []
+
+    def wrong_once(buffer):
+        counted.append(buffer)
+        return checksum(buffer) ^ (len(counted) == 2)
+
+    monkeypatch.setattr(sender_module, "checksum", wrong_once)
+    with pytest.raises(SyncError, match="arrived corrupt"):
+        trainer.push()
+    assert trainer.gap() < TOLERANCE
+    trainer.push()
+    assert trainer.gap() < TOLERANCE
+
+
+def test_every_push_iterates_the_source_exactly_once_also_when_it_fails(trainer):
+    before = trainer.rounds
+    trainer.push()
+    assert trainer.rounds == before + 1
+    trainer.edit = lambda tensors: [(n, t * float("nan")) for n, t in tensors]
+    with pytest.raises(SyncError):
+        trainer.push()
+    assert trainer.rounds == before + 2
+
+
+def test_a_rank_that_does_not_send_iterates_along_and_knows_the_version(tied):
+    before, follower = tied.rounds, WeightSync(None, tied, is_sender=False)
+    result = follower.push(4)
+    assert (tied.rounds, follower.version, result.bytes) == (before + 1, 4, 0)
+
+
+def test_an_engine_without_weights_learns_the_version(tied, byte_tokenizer):
+    engine = ScriptedEngine(byte_tokenizer, ["yes"])
+    before = tied.rounds
+    result = WeightSync(engine, tied, is_sender=True).push(6)
+    assert (engine.version, result.bytes, tied.rounds) == (6, 0, before + 1)
+
+
+def test_a_trainer_that_vanishes_in_the_middle_leaves_the_old_weights(trainer):
+    client = trainer.engine.sync_client
+    trainer.engine.pause()
+    update = GlooUpdate.of(trainer.metadata())
+    store = Store(10)
+    init = GlooInit(LOOPBACK, store.port, 1, 2, 64 * 1024, 10)
+    joining = threading.Thread(target=client.init_weight_transfer_engine, args=(asdict(init),))
+    joining.start()
+    group = Group(store.store, rank=0, world_size=2, timeout_seconds=10)
+    joining.join()
+    client.start_weight_update()
+    errors = []
+
+    def update_weights():
+        try:
+            client.update_weights(asdict(update))
+        except EngineError as error:
+            errors.append(error)
+
+    receiving = threading.Thread(target=update_weights)
+    receiving.start()
+    bucket = next(plan_buckets(update, 64 * 1024))
+    payload = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+    group.vote(False, checksum(payload))
+    group.broadcast(payload)
+    group.close()
+    del group, store
+    receiving.join(30)
+    assert len(errors) == 1
+    assert client.abort_weight_update() is True
+    trainer.engine.resume()
+    assert trainer.gap() < TOLERANCE
+    trainer.sync = trainer.new_sync()
+    trainer.push()
+    assert trainer.gap() < TOLERANCE
+
+
+def test_a_trainer_that_hangs_is_given_up_after_the_timeout(trainer, monkeypatch):
+    sync = trainer.new_sync(timeout_seconds=1.5)
+    fill, calls = GlooTrainer._fill, []
+
+    def slow_second(self, bucket, tensors):
+        calls.append(bucket)
+        if len(calls) == 2:
+            time.sleep(4)
+        return fill(self, bucket, tensors)
+
+    monkeypatch.setattr(GlooTrainer, "_fill", slow_second)
+    with pytest.raises(SyncError):
+        trainer.push(sync)
+    assert trainer.gap() < TOLERANCE
+    trainer.sync = trainer.new_sync()
+    trainer.push()
+    assert trainer.gap() < TOLERANCE
+
+
+def test_half_loaded_weights_refuse_requests_until_a_push_succeeds(trainer):
+    client = trainer.engine.sync_client
+    client.mixed = True
+    with pytest.raises(EngineError, match="half-loaded weights"):
+        trainer.generate([[5]])
+    trainer.push()
+    assert trainer.gap() < TOLERANCE
+
+
+def test_I2_a_request_in_flight_across_an_update_has_both_versions_and_both_log_probs(trainer):
+    old = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    first = trainer.version
+    prompts = [[5 + i, 9, 11] for i in range(8)]
+
+    async def run():
+        def call(i: int, tokens: int):
+            return asyncio.ensure_future(trainer.engine.generate(prompts[i], Sampling(tokens), seed=i, key=f"{i}"))
+
+        calls = [call(0, 5), *(call(i, 100) for i in range(1, 8))]
+        await asyncio.sleep(0)
+        await trainer.engine.advance()
+        trainer.change()
+        trainer.push()
+        while not all(call.done() for call in calls):
+            await trainer.engine.advance()
+        return [await call for call in calls]
+
+    completions = asyncio.run(run())
+    new = trainer.model.state_dict()
+    new = {name: tensor.clone() for name, tensor in new.items()}
+    spanning = [i for i, completion in enumerate(completions) if len(set(completion.versions)) == 2]
+    assert len(spanning) >= 4
+    for i in spanning:
+        completion = completions[i]
+        assert completion.versions == sorted(completion.versions)
+        assert set(completion.versions) == {first, trainer.version}
+        assert len(completion.versions) == len(completion.token_ids)
+        turn = completion.versions.index(trainer.version)
+        got = torch.tensor(completion.logprobs)
+        trainer.model.load_state_dict(old)
+        before = trainer.logprobs(prompts[i], completion.token_ids)
+        trainer.model.load_state_dict(new)
+        after = trainer.logprobs(prompts[i], completion.token_ids)
+        torch.testing.assert_close(got[:turn], before[:turn], atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(got[turn:], after[turn:], atol=TOLERANCE, rtol=0)
+        assert (before - after).abs().max() > 1e-2
+
+
+def test_the_trainers_side_is_one_of_vllms_trainer_engines(trainer):
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from drmas.weights.plugin import register
+    from drmas.weights.sync import _VersionedClient
+
+    register()
+    register()  # vLLM loads plugins more than once
+    trainer.change()
+    trainer.engine.pause()
+    client = _VersionedClient(trainer.engine.sync_client)
+    client.version = trainer.version = trainer.version + 1
+    init = GlooTrainerInit(rank=0, world_size=2, bucket_bytes=2**20, timeout_seconds=30)
+    transfer = WeightTransferTrainerFactory.trainer_init(init, client=client, source=CheckedSource(trainer))
+    transfer.send_weights()
+    transfer.shutdown()
+    trainer.engine.resume()
+    trainer.sync = trainer.new_sync()
+    assert trainer.gap() < TOLERANCE
+    assert trainer.engine.version == trainer.version
+
+
+def test_an_engine_killed_in_the_middle_of_a_request_comes_back_and_follows(tied):
+    engine = tied.engine
+    pid = engine.pid
+
+    async def run():
+        call = asyncio.ensure_future(engine.generate([5, 6], Sampling(200), seed=1, key="k"))
+        await asyncio.sleep(0)
+        advance = asyncio.ensure_future(engine.advance())
+        await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+        return await asyncio.gather(call, advance, return_exceptions=True)
+
+    for error in asyncio.run(run()):
+        assert isinstance(error, EngineDied)
+        assert "was killed by SIGKILL" in str(error)
+        assert "engine-tied.log" in str(error)
+    assert not engine.alive
+    with pytest.raises(EngineDied):
+        tied.push()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+    engine.start()
+    assert engine.version == 0
+    tied.change()
+    tied.push()
+    assert tied.gap() < TOLERANCE
+    assert engine.version == tied.version
+
+
+def test_close_leaves_no_process_and_is_idempotent(tied):
+    pid = tied.engine.pid
+    tied.engine.close()
+    tied.engine.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(EngineDied, match="not running"):
+        tied.generate([[5]])
+    tied.engine.start()
