@@ -52,7 +52,7 @@ from drmas_kernels.policy_loss import (
 
 _CHUNK_BYTES = 128 * 2**20
 _WIDEN_BYTES = 16 * 2**20
-_CACHE_BYTES = 8 * 2**20
+_CACHE_BYTES = 2 * 2**20
 _LOWEST = -1e30
 """Stands for the maximum of a shard without columns: finite, so that differences of maxima times 0 stay 0."""
 
