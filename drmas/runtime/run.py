@@ -144,8 +144,9 @@ class Job:
         targets = {name: self.run_dir / "warm_start" / name for name in folders}
         if self.share(all((target / "config.json").is_file() for target in targets.values())):
             return targets
+        schedule = {"lr": warm.lr, "lr_schedule": "cosine", "lr_warmup_steps": warm.steps // 20, "lr_min": warm.lr / 10}
         policies = {
-            name: self.policy(name, policy.model_copy(update={"lr": warm.lr}), folders[name], steps=warm.steps)
+            name: self.policy(name, policy.model_copy(update=schedule), folders[name], steps=warm.steps)
             for name, policy in self.config.policies.items()
         }
         with ExitStack() as stack:
