@@ -66,13 +66,18 @@ def optimiser(args: argparse.Namespace) -> dict[str, tuple[Step, Step]]:
     parameter = torch.nn.Parameter(torch.randn(args.parameters))
     parameter.grad = torch.randn(args.parameters)
     first, second, step = torch.zeros(args.parameters), torch.zeros(args.parameters), torch.zeros((), dtype=torch.int64)
-    adamw = torch.optim.AdamW([parameter], lr=1e-6, fused=False, foreach=False)
+    adamw = torch.optim.AdamW([parameter], lr=1e-6, fused=True)
 
-    def ours() -> None:
-        adamw_step(parameter.data, parameter.grad, first, second, step, coefficient=torch.tensor(1.0), lr=1e-6)
+    def ours(coefficient: float = 1.0) -> None:
+        scale = torch.tensor(coefficient)
+        adamw_step(parameter.data, parameter.grad, first, second, step, coefficient=scale, lr=1e-6)
+
+    def clipped() -> None:
+        parameter.grad.mul_(0.999)  # what torch.nn.utils.clip_grad_norm_ does: a pass of its own over the gradients
+        adamw.step()
 
     norm = (lambda: squared_norms([parameter.grad], [0], 1), lambda: torch.linalg.vector_norm(parameter.grad))
-    return {"gradient norm": norm, "AdamW step": (ours, adamw.step)}
+    return {"gradient norm": norm, "AdamW step": (ours, adamw.step), "AdamW step, clipped": (lambda: ours(0.999), clipped)}
 
 
 def best(step: Step) -> float:

@@ -75,10 +75,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an episode has no reward (I3)."""
+    """Why an episode has no reward (I3). `transient`: the engine died under it, and it may run again on a new one."""
 
     kind: FailureKind
     message: str
+    transient: bool = False
 
 
 @dataclass(slots=True)

@@ -22,11 +22,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from drmas.core.layers import describe_trainer_layers
 from drmas.telemetry.environment import version_of
 
 MEGATRON = "0.16.1"
 """The version whose internals `drmas.policy` was written against."""
 TRANSFORMERS = (5, 16)
+KERNELS = ("segment_advantage", "linear_logprob", "linear_policy_loss", "squared_norms")
+"""The operations of drmas_kernels that a run calls."""
 MEMORY_BYTES = 4 * 2**30
 """Trainer and engine of the quickstart's 135 M parameters in fp32."""
 DISK_BYTES = 2 * 2**30
@@ -157,9 +160,12 @@ def _backends(has_gpu: bool) -> Iterator[Check]:
     why = "CUDA devices found" if has_gpu else "no CUDA device"
     yield Check("trainer collectives", "nccl" if has_gpu else "gloo", reason=why)
     fused = has_gpu and version_of("transformer-engine") is not None
-    attention = "Transformer Engine" if fused else "torch scaled_dot_product_attention, packed rows"
+    attention = describe_trainer_layers(cuda=has_gpu, transformer_engine=fused)
+    engine = "transformer-engine found; it has no float32 attention over packed rows"
     no_engine = "transformer-engine is not installed" if has_gpu else why
-    yield Check("trainer attention", attention, reason="transformer-engine found" if fused else no_engine)
+    yield Check("trainer attention", attention, reason=engine if fused else no_engine)
+    adam = "Transformer Engine's FusedAdam" if fused else "torch's fused AdamW"
+    yield Check("trainer optimiser", adam, reason="inside Megatron's distributed optimiser")
     yield Check(
         "weight transport",
         "nccl" if has_gpu else "drmas-gloo",
@@ -170,9 +176,9 @@ def _backends(has_gpu: bool) -> Iterator[Check]:
     yield Check("triton", triton or "not installed", reason=usable if triton else "the kernels run in torch")
     if find_spec("torch") is None:
         return
-    from drmas_kernels.backend import OPS, choose
+    from drmas_kernels.backend import choose
 
-    for op in OPS:
+    for op in KERNELS:
         backend = choose(op)
         yield Check(f"kernel {op}", backend.name, reason=backend.reason)
 

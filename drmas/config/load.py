@@ -193,8 +193,10 @@ def _apply(data: dict[str, Any], override: Override, origins: Origins) -> None:
             if node.variants and name == "type" and table.get("type") != value:
                 # another shape of the section: the settings of the old one don't carry over
                 table.clear()
+            reshaped = below.variants and isinstance(value, dict) and "type" in value
             if isinstance(value, dict) and isinstance(table.get(name), dict):
-                value = _merged(table[name], value)
+                old = {} if reshaped and value["type"] != table[name].get("type") else table[name]
+                value = _merged(old, value)
             _check({name: value}, node, tuple(path[:-1]), {(): override.flag})
             table[name] = value
             origins[tuple(path)] = override.flag

@@ -20,8 +20,6 @@ class Section(BaseModel):
 class EngineConfig(Section):
     """The inference engine of one policy. One engine process per policy."""
 
-    backend: Literal["vllm", "scripted"] = "vllm"
-    """`vllm`, or `scripted` for answers by rule (tests of teams without a model)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Weights and activations of the engine. With float32 on both sides the log-prob gap stays under 1e-4."""
     max_model_tokens: PositiveInt = 1024
@@ -37,7 +35,7 @@ class EngineConfig(Section):
     start_timeout_seconds: PositiveFloat = 300.0
     request_timeout_seconds: PositiveFloat = 600.0
     max_restarts: Annotated[int, Field(ge=0)] = 2
-    """How often in one run an engine that died is started again."""
+    """How often in one run an engine that died is started again; the episodes it took along run again on the new one."""
     options: dict[str, Any] = {}
     """Passed to vLLM's engine arguments as they are."""
 
@@ -120,8 +118,6 @@ class RolloutConfig(Section):
     """Episodes per task. Elsewhere called n, num_generations or n_samples_per_prompt."""
     max_concurrent_episodes: PositiveInt = 256
     episode_timeout_seconds: PositiveFloat = 600.0
-    max_episode_retries: Annotated[int, Field(ge=0)] = 1
-    """How often an episode that failed with the engine is run again."""
     deterministic: bool = True
     """Advance the engines only when every live episode waits for them, so that batches, and with them the last bits of the
     log-probs, never depend on timing (I9). Costs the engine a short wait per finished turn."""
@@ -198,14 +194,18 @@ class TelemetryConfig(Section):
     """Episodes per step whose transcript goes into the report."""
 
 
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+"""Stands in file names and metric names."""
+
+
 class RunConfig(Section):
     """A whole run. Recipes are TOML files of this shape."""
 
-    name: str = "run"
+    name: Name = "run"
     seed: int = 0
     output: str = "runs"
     """The run's folder is `output/name`."""
-    policies: dict[str, PolicyConfig]
+    policies: dict[Name, PolicyConfig]
     team: dict[str, Any]
     """`name` picks the team; the other keys are the team's own."""
     data: DataConfig
@@ -227,4 +227,6 @@ class RunConfig(Section):
                 f"rollout.tasks_per_step is {self.rollout.tasks_per_step}, train.updates_per_step is "
                 f"{self.train.updates_per_step}; the updates must divide the tasks"
             )
+        if self.warm_start is not None and self.data.type != "sums":
+            raise ValueError(f"warm_start needs demonstrations, which data.type sums can write and {self.data.type} can't")
         return self

@@ -124,7 +124,7 @@ class Segment:
     """Units in the statistics: turns or episodes, by the rule's weighting."""
     singleton: bool
     constant: bool
-    """More than one unit and no spread, so that its rows get exactly 0 (I6)."""
+    """More than one unit and no spread beyond rounding, so that its rows get exactly 0 (I6)."""
     num_excluded: int
     """Rows of failed episodes (I3)."""
 

@@ -6,11 +6,13 @@ Called by the controller for metrics. Excluded rows (status other than "ok") cou
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 
 from drmas.core.advantages import Advantages
 from drmas.types import Row
+from drmas_kernels.segment_advantage import ROUNDING_ULPS
 
 
 def inflation_factors(rows: Sequence[Row]) -> dict[str, float | None]:
@@ -43,11 +45,11 @@ def _inflation(calls: dict[str, list[float]], pooled: dict[str, tuple[float, flo
 
 
 def _moments(values: list[float]) -> tuple[float, float]:
-    """Mean and population variance; exactly 0 for equal values."""
-    if min(values) == max(values):
-        return values[0], 0.0
+    """Mean and population variance; exactly 0 for values that are equal but for rounding, as the advantages have it."""
     mean = math.fsum(values) / len(values)
-    return mean, math.fsum((value - mean) ** 2 for value in values) / len(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / len(values)
+    largest = max(abs(value) for value in values)
+    return mean, variance if math.sqrt(variance) > ROUNDING_ULPS * sys.float_info.epsilon * largest else 0.0
 
 
 def agent_summary(rows: Sequence[Row], advantages: Advantages) -> dict[str, dict[str, float | None]]:

@@ -7,7 +7,7 @@ almost right trains on wrong log-probs. Reads config.json only. Called by the tr
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Architecture:
     tied: bool
     max_positions: int
     inverse_frequencies: torch.Tensor | None = None
+    rope_scaling: str = "default"
+    """What `inverse_frequencies` were computed from, as JSON, or "default" for plain ones."""
 
     @property
     def qkv_bias(self) -> bool:
@@ -54,12 +56,15 @@ class Architecture:
         return -(-self.vocab // tp) * tp
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for a checkpoint to fit."""
-        names = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied")
+        """What must be equal for a checkpoint to fit: every field, so that the weights mean the same function.
+
+        The rotary frequencies are in it by what they were computed from, which is readable and free of rounding.
+        """
+        names = (field.name for field in fields(self) if field.name != "inverse_frequencies")
         return {name: getattr(self, name) for name in names}
 
     def check_tensor_parallel(self, tp: int, *, policy: str) -> None:
-        """ModelError if `tp` ranks can't share the heads or the feed-forward layer evenly."""
+        """ModelError if `tp` ranks can't share the heads or the feed-forward layer evenly, or one has no vocabulary."""
         key = f"policies.{policy}.tensor_parallel"
         for what, size in (("attention heads", self.heads), ("feed-forward units", self.ffn)):
             if size % tp:
@@ -67,6 +72,17 @@ class Architecture:
         if max(self.kv_heads, tp) % min(self.kv_heads, tp):
             raise ModelError(
                 f"{key} is {tp}; it must divide the model's {self.kv_heads} key-value heads or be a multiple of them"
+            )
+        rows = (self.heads + 2 * self.kv_heads) * self.head_dim
+        if rows % tp:
+            raise ModelError(
+                f"{key} is {tp}; it must divide the {rows} rows of the model's query, key and value weights, "
+                f"({self.heads} + 2 x {self.kv_heads}) heads x {self.head_dim}"
+            )
+        share = self.padded_vocab(tp) // tp  # padding makes it even, and must not be all that a rank has
+        if (tp - 1) * share >= self.vocab:
+            raise ModelError(
+                f"{key} is {tp}; with {share} of the model's {self.vocab} vocabulary rows per rank the last rank has none"
             )
 
 
@@ -98,6 +114,7 @@ def read_architecture(folder: Path) -> Architecture:
         tied=bool(config.tie_word_embeddings),
         max_positions=config.max_position_embeddings,
         inverse_frequencies=_inverse_frequencies(config, rope, file),
+        rope_scaling=_scaling(rope),
     )
 
 
@@ -125,6 +142,12 @@ def _rope(config: PretrainedConfig) -> dict[str, Any]:
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
     return rope
+
+
+def _scaling(rope: dict[str, Any]) -> str:
+    if rope["rope_type"] == "default":
+        return "default"
+    return json.dumps({key: value for key, value in rope.items() if key not in ("rope_theta", "type")}, sort_keys=True)
 
 
 def _inverse_frequencies(config: PretrainedConfig, rope: dict[str, Any], file: Path) -> torch.Tensor | None:

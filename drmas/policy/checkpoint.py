@@ -1,8 +1,10 @@
 """Checkpoints of one policy: weights, optimiser, schedule, random states and version, sharded and independent of the layout.
 
 Megatron's dist_checkpointing writes each tensor under its whole shape, so that a policy saved on one tensor- and data-parallel
-size loads on another. At the same layout a resumed run repeats the uninterrupted one bit by bit. The episode data and the step
-counter of the run are the runtime's business. Called by the trainer inside its active context, on all ranks.
+size loads on another. On the CPU, at the same layout, a resumed policy repeats the uninterrupted one bit by bit. At another
+layout it differs by the rounding of sums in another order, and random states start anew from the seed. On GPUs weights, moments
+and schedule come back as they were; that the next update has equal bits is not promised. The episode data and the step counter
+of the run are the runtime's business. Called by the trainer inside its active context, on all ranks.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from drmas.policy.groups import on_rank_zero
 if TYPE_CHECKING:
     from drmas.policy.trainer import PolicyTrainer
 
-_FORMAT = 1
+_FORMAT = 2
 _MANIFEST = "files.json"
-"""Every other file of the checkpoint with its size in bytes, written last."""
+"""Every other file of the checkpoint with its size in bytes, written last. Sizes tell a short file, not a changed byte."""
 _SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
@@ -42,7 +44,10 @@ _SHARDING = {
 
 
 def save(trainer: PolicyTrainer, folder: Path) -> None:
-    """Write `folder`; an older one of that name stays until the new one is complete. OSError is raised on every rank."""
+    """Write `folder`; a killed process leaves the older one of that name or the new one, whole (see `folders`).
+
+    OSError of rank 0's own steps is raised on every rank. The folder is one that all ranks reach.
+    """
     partial = on_rank_zero(lambda: folders.begin(folder))
     dp_cp = trainer.groups.collection.dp_cp
     strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), dp_cp, True)
@@ -54,7 +59,7 @@ def save(trainer: PolicyTrainer, folder: Path) -> None:
 
 
 def load(trainer: PolicyTrainer, folder: Path) -> None:
-    """Continue from `folder`. CheckpointError: missing, incomplete, of another format, or of another model."""
+    """Continue from `folder`. CheckpointError, with nothing changed: missing, incomplete, of another format or model."""
     facts = on_rank_zero(lambda: _read_facts(trainer, folder))
     state = _tensors(trainer, is_loading=True)
     same_layout = facts["layout"] == _layout(trainer)

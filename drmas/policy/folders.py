@@ -1,7 +1,9 @@
-"""Folders that appear whole or not at all.
+"""Folders that a killed process leaves whole or not at all.
 
-A folder is written under a temporary name beside its place and renamed when it is complete, so that a killed process leaves
-either the old one or the new one. Called by the checkpoint and the export.
+A folder is written under a temporary name beside its place and renamed when it is complete, so that a process killed at any
+point leaves either the old one or the new one; between the two renames the old one is under another name, and `recover` brings
+it back. Files are flushed to the disk before the rename, so that a machine that goes down doesn't leave an empty file under the
+new name; whether the renames themselves survive that is the file system's affair. Called by the checkpoint and the export.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ def begin(folder: Path) -> Path:
 
 
 def commit(folder: Path) -> None:
-    """Put what was written since `begin` in the place of `folder`."""
-    replaced = _beside(folder, "replaced")
+    """Put what was written since `begin` in the place of `folder`, flushed to the disk first. For flat folders."""
+    partial, replaced = _beside(folder, "partial"), _beside(folder, "replaced")
+    for path in [*partial.iterdir(), partial]:
+        _flush(path)
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
         os.rename(folder, replaced)
-    os.rename(_beside(folder, "partial"), folder)
+    os.rename(partial, folder)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -34,6 +38,15 @@ def recover(folder: Path) -> None:
     replaced = _beside(folder, "replaced")
     if replaced.exists() and not folder.exists():
         os.rename(replaced, folder)
+
+
+def _flush(path: Path) -> None:
+    """Have the system write a file or a folder's list of names to the disk, whoever of this host wrote it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _beside(folder: Path, what: str) -> Path:

@@ -92,7 +92,8 @@ def init_distributed(*, timeout_seconds: float = 1800.0) -> None:
 
 
 def destroy() -> None:
-    """Leave the world; every `Groups` made in it is void."""
+    """Leave the world; every `Groups` made in it is void, and Megatron's scratch memory is given back."""
+    parallel_state.destroy_global_memory_buffer()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -125,7 +126,8 @@ class Groups:
         """`timeout_seconds` bounds every collective of the communicators made here; the world's own has its own bound."""
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self._cache: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        parallel_state._set_global_memory_buffer()  # scratch of sequence parallelism, asked for without a group
+        if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # scratch of sequence parallelism, one per process, of no group
+            parallel_state._set_global_memory_buffer()
 
     def get(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """The communicator of the global `ranks`; None on the ranks outside."""

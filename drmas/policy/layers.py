@@ -1,6 +1,7 @@
 """The two layer pieces that Megatron lacks without TransformerEngine: an RMSNorm and an attention over packed rows.
 
-Used by `drmas.policy.model` where TransformerEngine isn't at hand. Context parallelism is not supported here.
+Used by `drmas.policy.model` where `drmas.core.layers` doesn't choose TransformerEngine. Context parallelism is not supported
+here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A Megatron GPTModel of a Hugging Face architecture, whose forward ends at the hidden states.
 
 Logits are never formed here: `drmas.policy.head` takes log-probs and gradients from the hidden states. Layers are
-TransformerEngine's where CUDA and the package are present, else Megatron's own with `drmas.policy.layers`. Weights are random
-until `convert.load_hf` fills them. Called by the trainer inside `PolicyGroups.active`.
+TransformerEngine's or Megatron's own with `drmas.policy.layers`, by the rule of `drmas.core.layers`. Weights are random until
+`convert.load_hf` fills them. Called by the trainer inside `PolicyGroups.active`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from drmas.config.schema import PolicyConfig
+from drmas.core.layers import trainer_layers
 from drmas.policy import host_platform
 from drmas.policy.architecture import Architecture
 from drmas.policy.groups import PolicyGroups
@@ -41,15 +42,17 @@ class PolicyModel(GPTModel):
         )
 
 
-def has_transformer_engine() -> bool:
-    return not host_platform.is_host() and find_spec("transformer_engine") is not None
+def takes_transformer_engine(dtype: torch.dtype) -> bool:
+    """Whether a model of this dtype is built from TransformerEngine's layers here."""
+    cuda, package = not host_platform.is_host(), find_spec("transformer_engine") is not None
+    return trainer_layers(str(dtype).removeprefix("torch."), cuda=cuda, transformer_engine=package) == "Transformer Engine"
 
 
 def transformer_config(architecture: Architecture, config: PolicyConfig, *, tp: int) -> TransformerConfig:
     """Megatron's configuration. One per policy: Megatron writes its hooks into it."""
     dtype = getattr(torch, config.dtype)
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    fused = has_transformer_engine()
+    fused = takes_transformer_engine(dtype)
     return TransformerConfig(
         num_layers=architecture.layers,
         hidden_size=architecture.hidden,
@@ -83,7 +86,7 @@ def transformer_config(architecture: Architecture, config: PolicyConfig, *, tp: 
 
 
 def _block_spec(config: TransformerConfig, pp_rank: int) -> TransformerBlockSubmodules:
-    if has_transformer_engine():  # read from Megatron's source; no machine with CUDA ran it yet
+    if takes_transformer_engine(config.params_dtype):  # read from Megatron's source; no machine with CUDA ran it yet
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, pp_rank=pp_rank)
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm

@@ -6,22 +6,23 @@ then has one format, and any layout opens it. Called by the trainer inside `Poli
 
 from __future__ import annotations
 
-import math
+import copy
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from drmas.config.schema import PolicyConfig
 from drmas.errors import ConfigError
-from drmas.policy import fused_adam
+from drmas.policy import fused_adam, host_platform
 from drmas.policy.groups import PolicyGroups
 from drmas.policy.model import PolicyModel
+from drmas_kernels.grad_norm import SKIP, clip_coefficient, squared_norms
 
 
 class StepOutcome(NamedTuple):
@@ -108,8 +109,10 @@ class PolicyOptimizer:
 
     @property
     def lr(self) -> float:
-        """The rate of the last step, or of the first while there is none."""
-        return self.scheduler.get_lr(self.megatron.param_groups[0]) if self.scheduler.num_steps else self._config.lr
+        """The rate of the last step; before the first, the rate that it will have."""
+        schedule = copy.copy(self.scheduler)
+        schedule.num_steps = max(schedule.num_steps, 1)
+        return schedule.get_lr(self.megatron.param_groups[0])
 
     def zero_grad(self) -> None:
         self.ddp.zero_grad_buffer()
@@ -119,13 +122,26 @@ class PolicyOptimizer:
     def step(self) -> StepOutcome:
         """Clip the gradient to `clip_grad_norm` and apply AdamW, unless the gradient isn't finite. Collective."""
         self.megatron.prepare_grads()
-        norm = self.megatron.get_grad_norm()
-        if not math.isfinite(norm):
-            return StepOutcome(norm, self.lr, applied=False)
+        norm = self._grad_norm()
+        coefficient = float(clip_coefficient(norm, self._config.clip_grad_norm))
+        if coefficient == SKIP:
+            return StepOutcome(float(norm), self.lr, applied=False)
         self.scheduler.step(1)
-        clip_grad_by_total_norm_fp32(self._sharded.get_parameters(), self._config.clip_grad_norm, norm)
+        if coefficient < 1.0:
+            for parameter in self._sharded.get_parameters():
+                parameter.grad.mul_(coefficient)
         self.megatron.step_with_ready_grads()
-        return StepOutcome(norm, self.lr, applied=True)
+        return StepOutcome(float(norm), self.lr, applied=True)
+
+    def _grad_norm(self) -> torch.Tensor:
+        """The norm of the whole gradient, a float64 scalar, the same on every rank.
+
+        Megatron says which parts of this rank's shard count: what tensor-parallel ranks hold alike counts once.
+        """
+        parts = [grad.view(-1) for grad in self._sharded.get_main_grads_for_grad_norm()]
+        squared = squared_norms(parts, [0] * len(parts), 1, device=host_platform.device())
+        dist.all_reduce(squared, group=self._sharded.get_grad_stats_parallel_group())
+        return squared[0].sqrt()
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any], *, steps: int) -> None:

@@ -78,7 +78,9 @@ class PolicyTrainer:
         self.architecture.check_tensor_parallel(config.tensor_parallel, policy=name)
         self.groups = groups.layout(tp=config.tensor_parallel)
         self.rng = PolicyRng(seed, tp_rank=self.groups.tp.rank())
-        self._options = PolicyLossOptions(loss.clip_low, loss.clip_high, loss.dual_clip, loss.entropy_bonus)
+        self._options = PolicyLossOptions(
+            clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip, entropy_bonus=loss.entropy_bonus
+        )
         with self.active():
             megatron_config = transformer_config(self.architecture, config, tp=config.tensor_parallel)
             self.model = build_model(self.architecture, megatron_config, self.groups)
@@ -221,7 +223,7 @@ class PolicyTrainer:
         return WeightSource(self.model, self.architecture, self.groups.tp)
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint that appears whole or not at all; replaces an older one of that name."""
+        """Write a checkpoint that a killed process leaves whole or not at all; replaces an older one of that name."""
         with self.active():
             checkpoint.save(self, Path(folder))
 
@@ -231,5 +233,5 @@ class PolicyTrainer:
             checkpoint.load(self, Path(folder))
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder that transformers and vLLM open; appears whole or not at all."""
+        """Write a Hugging Face folder that transformers and vLLM open; a killed process leaves it whole or not at all."""
         export.write_hf_folder(self.weight_source(), model_path=self.model_path, folder=Path(folder))

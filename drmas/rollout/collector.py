@@ -25,7 +25,7 @@ from drmas.agents.chat import ChatRenderer
 from drmas.agents.team import TeamConfig
 from drmas.config.schema import RolloutConfig
 from drmas.core.seeds import sample_seed
-from drmas.errors import EngineError
+from drmas.errors import EngineDied, EngineError
 from drmas.rollout.engine import Completion, Engine, Sampling
 from drmas.rollout.gate import Gate
 from drmas.types import Episode, Failure, FailureKind, Task
@@ -33,7 +33,7 @@ from drmas.types import Episode, Failure, FailureKind, Task
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 10.0
-"""How long deterministic engines wait for an episode that awaits something else; less where episodes may only run a short time."""
+"""How long deterministic engines wait for an episode that awaits something else; less where episodes are given little time."""
 
 Reward = Callable[[Task, str | None], Awaitable[float]]
 """Scores a team's answer; `drmas.envs.rewards` makes them. Raising means "couldn't be graded", never a bad answer."""
@@ -148,7 +148,7 @@ class _Rollout:
             await calls.close()
             episode.seconds = time.perf_counter() - started
         if calls.engine_error is not None:
-            _fail(episode, "engine", str(calls.engine_error))
+            _fail(episode, "engine", str(calls.engine_error), transient=isinstance(calls.engine_error, EngineDied))
 
     async def _finish(self, episode: Episode) -> None:
         """Grade the answer of an episode that didn't fail, and report."""
@@ -190,8 +190,8 @@ class _Rollout:
         return generate
 
 
-def _fail(episode: Episode, kind: FailureKind, message: str) -> None:
-    episode.failure = Failure(kind, message)
+def _fail(episode: Episode, kind: FailureKind, message: str, *, transient: bool = False) -> None:
+    episode.failure = Failure(kind, message, transient)
     episode.answer = episode.reward = None
 
 

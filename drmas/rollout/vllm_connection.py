@@ -1,8 +1,9 @@
 """One engine process as seen from the trainer: requests out, answers in, and its death noticed at once.
 
 A background thread reads the answers and resolves futures. When the process is gone, that thread kills what is left of its
-process group, reaps it, and fails everything that still waits with the exit status and the log's tail. Used by `vllm_engine`,
-which makes a new connection for every start.
+process group, reaps it, and fails everything that still waits with the exit status and the log's tail. A process that is
+silent for too long is killed as well, so that EngineDied always means a process that is gone. Used by `vllm_engine`, which
+makes a new connection for every start.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Connection:
         self._ids = itertools.count(1)
         self._lock = threading.Lock()  # guards _pending and _death, and keeps messages whole and in order
         self._death: str | None = None
+        self._verdict = ""  # why it was killed from here, if it was
         # A process that stops reading is given up on; without this, a full socket would block the caller's event loop for good.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_SECONDS, 0))
         self._reader = threading.Thread(target=self._read, name=f"engine-{name}", daemon=True)
@@ -59,12 +61,12 @@ class Connection:
         return number, future
 
     def call(self, do: str, *arguments: Any, timeout: float) -> Any:
-        """A control message and its result. EngineError: it failed there. EngineDied: gone, or silent for `timeout` seconds."""
+        """A control message and its result. EngineError: it failed there. EngineDied: gone, or killed for its silence."""
         _, future = self.request(do, arguments=arguments)
         try:
             return future.result(timeout)
         except TimeoutError:
-            raise EngineDied(f"engine {self._name}: no answer to {do} within {timeout:g} s\n{self.log_tail()}") from None
+            raise self.give_up(f"gave no answer to {do} within {timeout:g} s") from None
 
     def forget(self, number: int) -> None:
         """Give up on a request, or on an advance, that has no answer yet: the engine stops working on it."""
@@ -86,6 +88,13 @@ class Connection:
         if self._reader.is_alive():
             self.kill()
 
+    def give_up(self, why: str) -> EngineDied:
+        """Kill a process that doesn't answer: the error to raise, to which those who wait with the caller are told as well."""
+        if self.alive:
+            self._verdict = f"{why}, so it was killed"
+        self.kill()
+        return EngineDied(self._death)
+
     def kill(self) -> None:
         """End the process and its children now."""
         if self.alive:  # it has not been reaped, so the id is still its own
@@ -94,10 +103,13 @@ class Connection:
         self._reader.join()
 
     def log_tail(self) -> str:
-        """The end of what this process wrote, and where the rest is."""
-        with self._log.open("rb") as file:
-            file.seek(max(self._log_start, self._log.stat().st_size - TAIL_BYTES))
-            tail = file.read().decode(errors="replace").strip()
+        """The end of what this process wrote, and where the rest is; never raises."""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(self._log_start, self._log.stat().st_size - TAIL_BYTES))
+                tail = file.read().decode(errors="replace").strip()
+        except OSError as error:
+            return f"--- its log can't be read: {error}"
         return f"--- the end of {self._log}:\n{tail}"
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -105,16 +117,22 @@ class Connection:
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except (TimeoutError, BlockingIOError):
+            self._verdict = f"took no message for {SEND_TIMEOUT_SECONDS} s, so it was killed"
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         except OSError:
             pass
 
     def _read(self) -> None:
-        with self._socket.makefile("rb") as lines, contextlib.suppress(ConnectionError):
-            for line in lines:
-                self._receive(json.loads(line))
-        self._bury()
+        try:
+            with self._socket.makefile("rb") as lines, contextlib.suppress(ConnectionError):
+                for line in lines:
+                    if line.endswith(b"\n"):  # a process that is killed while it sends leaves part of a line
+                        self._receive(json.loads(line))
+        except ValueError as error:
+            self._verdict = f"sent an answer that isn't JSON ({error}), so it was killed"
+        finally:  # whatever ended the reading, nobody may wait for an answer from now on
+            self._bury()
 
     def _receive(self, message: dict[str, Any]) -> None:
         for answer in message.get("answers", [message]):
@@ -128,7 +146,24 @@ class Connection:
                 future.set_result(answer["result"])
 
     def _bury(self) -> None:
-        """The socket is closed: let the process end, end its children, say what happened to all who wait."""
+        """Nothing more is read: let the process end, end its children, say what happened to all who wait."""
+        who = f"engine {self._name} (process {self.pid})"
+        with self._lock:
+            self._death = f"{who} closed its connection"  # before anything that takes time or could fail
+        try:
+            end = _describe(self._reap())
+            with self._lock:
+                self._death = f"{who} {self._verdict or end}\n{self.log_tail()}"
+        finally:
+            with self._lock:
+                pending, self._pending = self._pending, {}
+            self._socket.close()
+            for future in pending.values():
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(EngineDied(self._death))
+
+    def _reap(self) -> int:
+        """The exit status of the process, which gets a moment to end by itself; its children are killed."""
         descriptor = os.pidfd_open(self.pid)
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
@@ -136,14 +171,7 @@ class Connection:
         os.close(descriptor)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so the group's id can't be another's
-        status = self._process.wait()
-        with self._lock:
-            self._death = f"engine {self._name} (process {self.pid}) {_describe(status)}\n{self.log_tail()}"
-            pending, self._pending = self._pending, {}
-        self._socket.close()
-        for future in pending.values():
-            if future.set_running_or_notify_cancel():
-                future.set_exception(EngineDied(self._death))
+        return self._process.wait()
 
 
 def _describe(status: int) -> str:

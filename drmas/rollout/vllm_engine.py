@@ -17,10 +17,11 @@ from drmas.errors import EngineDied, EngineError, EngineStartError
 from drmas.rollout.engine import Completion, Sampling
 from drmas.rollout.vllm_connection import Connection
 from drmas.rollout.vllm_launch import engine_device, engine_environment, launch
+from drmas.rollout.vllm_options import check_options
 from drmas.rollout.vllm_process import engine_arguments
 
 PROBE_SECONDS = 30.0
-"""How long a process that is late with a response may take to answer anything before it counts as dead."""
+"""How long a process that is late with a response may take to answer anything before it counts as dead and is killed."""
 PREFILL_TOKENS = 4096
 """Most prompt tokens of one engine step; a longer prompt still fits, whole."""
 
@@ -57,11 +58,13 @@ class VllmEngine:
                 f"engine {self._name}: {self._model_path} is no model folder (no config.json); set policies.{self._name}.model"
             )
         device = engine_device()
+        arguments = self._arguments(device)
+        check_options(self._name, self._config.options, arguments)
         process, connection = launch(engine_environment(device, self._config.threads), self._log)
         self._connection = Connection(self._name, process, connection, self._log)
         _, ready = self._connection.request(
             "start",
-            engine={"arguments": self._arguments(device), "options": self._config.options},
+            arguments=arguments | self._config.options,
             deterministic=self._deterministic,
             version=self._initial_version,
         )
@@ -71,7 +74,7 @@ class VllmEngine:
             raise EngineStartError(f"engine {self._name} did not come up: {error}") from None
         except EngineError as error:
             self.close()
-            raise EngineStartError(f"{error}\n{self._connection.log_tail()}") from None
+            raise EngineStartError(f"{error}; the whole log is {self._log}") from None
         except TimeoutError:
             self._connection.kill()
             raise EngineStartError(
@@ -99,26 +102,32 @@ class VllmEngine:
         try:
             answer = await asyncio.wait_for(asyncio.wrap_future(future), timeout)
         except TimeoutError:
-            kind, also = (EngineError, "") if await _answers(connection) else (EngineDied, ", nor to anything else")
-            key_to_change = f"policies.{self._name}.engine.request_timeout_seconds"
-            raise kind(f"engine {self._name}: no response to {key} within {timeout:g} s ({key_to_change}){also}") from None
+            late = f"gave no response to {key} within {timeout:g} s (policies.{self._name}.engine.request_timeout_seconds)"
+            if not await _answers(connection):
+                raise connection.give_up(f"{late}, nor to anything else") from None
+            raise EngineError(f"engine {self._name} {late}") from None
         finally:
             connection.forget(number)
         return self._completion(answer, len(prompt), key)
 
     async def advance(self) -> list[str]:
-        """See the protocol. EngineDied also when the engine stays silent for the request timeout."""
+        """See the protocol. EngineDied also after a request timeout without any answer; the process is killed then.
+
+        An engine that is only slow isn't dead: its requests time out one by one, and with the last of them the advance ends.
+        """
         connection, _ = self._running()
         if not self._deterministic or not connection.waiting:
             return []
         number, future = connection.request("advance")
+        answer, timeout = asyncio.wrap_future(future), self._config.request_timeout_seconds
         self._advancing = True
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), self._config.request_timeout_seconds)
-        except TimeoutError:
-            timeout = self._config.request_timeout_seconds
-            raise EngineDied(f"engine {self._name}: no request was done {timeout:g} s after an advance") from None
+            while not (await asyncio.wait([answer], timeout=timeout))[0]:
+                if not await _answers(connection):
+                    raise connection.give_up(f"was silent for {timeout:g} s after an advance")
+            return answer.result()
         finally:
+            answer.cancel()
             connection.forget(number)
             self._advancing = False
 

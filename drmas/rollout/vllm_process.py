@@ -8,8 +8,6 @@ that started it.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import json
 import os
 import queue
@@ -48,15 +46,21 @@ class Channel:
             yield self._inbox.get()
 
     def _read(self) -> None:
+        """Until the parent or its socket is gone, or sends what is no message: then this process group has no purpose left."""
+        try:
+            self._receive_all()
+        finally:
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    def _receive_all(self) -> None:
         unread = b""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         poll.register(self._parent, select.POLLIN)
-        while True:
-            ready = [descriptor for descriptor, _ in poll.poll()]
-            received = self._socket.recv(1 << 20) if self._parent not in ready else b""
+        while self._parent not in [descriptor for descriptor, _ in poll.poll()]:
+            received = self._socket.recv(1 << 20)  # raises where the parent died with answers unread
             if not received:
-                os.killpg(os.getpgrp(), signal.SIGKILL)
+                return
             *lines, unread = (unread + received).split(b"\n")
             for line in lines:
                 self._inbox.put(json.loads(line))
@@ -69,7 +73,10 @@ def main() -> None:
     channel = Channel(connection, parent)
     request = channel.receive()
     try:
-        engine = build_engine(request["engine"])
+        engine = build_engine(request["arguments"])
+    except RefusedArguments as error:  # its message is all there is to know
+        channel.send({"id": request["id"], "error": str(error)})
+        sys.exit(1)
     except Exception as error:
         channel.send({"id": request["id"], "error": f"{type(error).__name__}: {error}"})
         raise
@@ -83,23 +90,32 @@ def main() -> None:
     os._exit(0)  # the interpreter would spend seconds on taking vLLM apart, while the trainer waits
 
 
-def build_engine(spec: Message) -> Any:
-    """The vLLM engine of `spec`: its `device`, the arguments `arguments` that drmas sets, and the user's `options`.
+class RefusedArguments(Exception):
+    """vLLM finds a value wrong before it builds anything."""
 
-    ValueError: an option that vLLM doesn't have, or one that drmas sets itself.
-    """
+
+def build_engine(arguments: Message) -> Any:
+    """The vLLM engine of `arguments` (EngineArgs). RefusedArguments: a value is wrong, by vLLM's own word."""
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    arguments = dict(spec["arguments"])
-    for name in spec["options"]:
-        if name in arguments:
-            raise ValueError(f"engine.options.{name} is set by drmas; use the engine's own keys, or leave it out")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ValueError(f"engine.options.{name} is no engine argument of vLLM" + (f"; nearest: {near[0]}" if near else ""))
-    return LLMEngine.from_engine_args(EngineArgs(**arguments, **spec["options"]))
+    try:
+        config = EngineArgs(**arguments).create_engine_config()
+    except (ValueError, VLLMClientError) as error:
+        raise RefusedArguments(f"vLLM refuses its arguments: {one_line(error)}") from error
+    return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+
+
+def one_line(error: Exception) -> str:
+    """The message of `error`; of pydantic's kind, only the names and what is wrong with them."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        return "; ".join(
+            ": ".join([*map(str, item["loc"]), item["msg"].removeprefix("Value error, ")]) for item in error.errors()
+        )
+    return " ".join(str(error).split())
 
 
 def engine_arguments(device: str) -> Message:

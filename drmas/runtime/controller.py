@@ -7,16 +7,15 @@
     └──────────────────────────┘  weights   └───────────────────────────────────────┘
 
 Who waits for whom: the other ranks wait in `share` while rank 0 rolls out; the engines wait, paused, while weights arrive;
-nothing else overlaps (rollouts are on-policy). All ranks hold all rows, so groups, advantages and packing can't differ between them.
-Setting up and tearing down is `drmas.runtime.run`.
+nothing else overlaps (rollouts are on-policy). All ranks hold all rows, so groups, advantages and packing can't differ between
+them. `share(action)` runs the action on rank 0 and gives its result, or its error, to all. Setting up is `drmas.runtime.run`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from drmas.config.schema import RunConfig
 from drmas.core.advantages import AdvantageRule, Advantages, advantages
@@ -25,15 +24,13 @@ from drmas.errors import EngineDied, RolloutError, SyncError
 from drmas.policy.trainer import PolicyBatch, PolicyTrainer
 from drmas.runtime.driver import Driver
 from drmas.runtime.record import StepRecord
-from drmas.runtime.resume import Checkpoints
+from drmas.runtime.resume import Checkpoints, Share
 from drmas.types import Row
 from drmas.weights.sync import WeightSync
 
-Share = Callable[[Any], Any]
-
 
 class Controller:
-    """Runs the steps of one job. `driver` is None on every rank but 0."""
+    """Runs the steps of one job. `driver` is None on every rank but 0, where `share` runs what is asked of it."""
 
     def __init__(
         self,
@@ -49,47 +46,55 @@ class Controller:
     ) -> None:
         self.config, self.rule, self.policies, self.temperatures = config, rule, policies, temperatures
         self.syncs, self.driver, self.share, self.checkpoints = syncs, driver, share, checkpoints
+        self.trainable = [policy for policy in policies.values() if policy.config.trainable]
         self.record = StepRecord()
 
     def run(self, first_step: int) -> None:
-        """Steps `first_step` to the configured last one, or until the user asks to stop."""
+        """Steps `first_step` to the configured last one, or until the user asks to stop.
+
+        RolloutError: it can't go on; what was finished is saved.
+        """
+        if trouble := self.sync_changed():  # a resumed policy: its engine still holds the model folder's weights
+            raise RolloutError(trouble)
         for step in range(first_step, self.config.train.steps + 1):
-            self.record, started = StepRecord(step), time.perf_counter()
+            self.record, started = StepRecord(), time.perf_counter()
             rows = self.rollout(step)
             values = advantages(rows, self.rule)
-            for policy in self.trainable:
+            for policy in self.policies.values():
                 self.update(policy, rows, values)
-            for policy in self.trainable:
-                if policy.version != self.syncs[policy.name].version:
-                    self.sync(policy)
+            trouble = self.sync_changed()
             self.record.add_seconds(("step",), time.perf_counter() - started)
-            if self.finish(step, values):
+            stop = self.finish(step, values, last=trouble is not None)
+            if trouble:
+                raise RolloutError(trouble)
+            if stop:
                 break
 
     def rollout(self, step: int) -> list[Row]:
-        """The step's rows, on every rank. An engine that died is started again and synced; its episodes run again."""
-        with self.timed("rollout"):
-            while True:
-                message = self.share(self.driver.collect(step) if self.driver else None)
-                if message["fatal"]:  # the policies are as the last step left them: keep that before giving up
-                    self.save(step - 1)
-                    raise RolloutError(message["fatal"])
-                if not message["restarted"]:
-                    return [Row(**row) for row in message["rows"]]
-                for name in message["restarted"]:
-                    self.sync(self.policies[name])
+        """The step's rows, on every rank. An engine that died is started again and synced; what it lost is run again."""
+        while True:
+            with self.timed("rollout"):
+                message = self.share(lambda: self.driver.collect(step))
+            trouble = message["fatal"] or next(
+                filter(None, (self.sync(self.policies[name]) for name in message["restarted"])), None
+            )
+            if trouble:  # the policies are as the last step left them: keep that before giving up
+                self.save(step - 1)
+                raise RolloutError(trouble)
+            if not message["restarted"]:
+                return [Row(**row) for row in message["rows"]]
 
     def update(self, policy: PolicyTrainer, rows: list[Row], values: Advantages) -> None:
-        """The step's optimiser updates of one policy, each on its share of the tasks."""
+        """The step's optimiser updates of one policy, each on its share of the tasks; a frozen one is only measured (I11)."""
         mine = [i for i, row in enumerate(rows) if row.policy == policy.name and values.values[i] is not None]
         with self.timed("train", policy.name):
             tasks = list(dict.fromkeys(rows[i].task for i in mine))
-            parts = split_updates(tasks, self.config.train.updates_per_step)
-            if len(parts) > 1:  # only the first update sees the weights that sampled, so the gap is measured beforehand
+            parts = split_updates(tasks, self.config.train.updates_per_step) if policy.config.trainable else []
+            if len(parts) != 1:  # only the first update sees the weights that sampled, so the gap is measured beforehand
                 sampled = [rows[i] for i in mine]
                 self.record.logprob_gap(sampled, policy.logprobs(sampled, [self.temperatures[row.agent] for row in sampled]))
-            for part in parts:
-                chosen = [i for i in mine if rows[i].task in set(part)]
+            for part in map(set, parts):
+                chosen = [i for i in mine if rows[i].task in part]
                 if chosen:
                     batch = self.batch([rows[i] for i in chosen], [values.values[i] for i in chosen])
                     self.record.update(policy.name, policy.update(batch))
@@ -102,42 +107,41 @@ class Controller:
             temperatures=[self.temperatures[row.agent] for row in rows],
         )
 
-    def sync(self, policy: PolicyTrainer) -> None:
+    def sync_changed(self) -> str | None:
+        """Sync the policies whose engine holds another version. Returns what went wrong if it did for good."""
+        changed = [policy for policy in self.trainable if policy.version != self.syncs[policy.name].version]
+        return next(filter(None, map(self.sync, changed)), None)
+
+    def sync(self, policy: PolicyTrainer) -> str | None:
         """The policy's engine gets its weights; the engine's version is the policy's afterwards (I10).
 
         An engine that dies meanwhile is started again and sent everything; only rank 0 can notice, so it says so to all.
+        Returns what went wrong if it did for good.
         """
-        sync = self.syncs[policy.name]
         with self.timed("sync"):
             while True:
-                result, trouble = None, None
+                trouble: Exception | None = None
                 try:
-                    result = sync.push(policy.version)
+                    self.record.sync(self.syncs[policy.name].push(policy.version))
                 except (EngineDied, SyncError) as error:
                     trouble = error
-                message = self.share(self.driver.after_push(policy.name, trouble) if self.driver else None)
-                if message["fatal"]:
-                    raise RolloutError(message["fatal"])
+                message = self.share(lambda found=trouble: self.driver.after_push(policy.name, found))
                 if not message["again"]:
-                    break
-        self.record.sync(policy.name, policy.version, result)
+                    return message["fatal"]
 
-    def finish(self, step: int, values: Advantages) -> bool:
-        """Log, then save where it is due. True when the run should end after this step."""
-        stop = self.share(self.driver.finish(step, values, self.record) if self.driver else None)["stop"]
+    def finish(self, step: int, values: Advantages, *, last: bool) -> bool:
+        """Log, then save where it is due. True when the user asked to stop after this step."""
+        self.record.versions = {name: policy.version for name, policy in self.policies.items()}
+        stop = self.share(lambda: self.driver.finish(step, values, self.record))
         every = self.config.checkpoint.every_steps
-        if stop or step == self.config.train.steps or (every and step % every == 0):
+        if last or stop or step == self.config.train.steps or (every and step % every == 0):
             self.save(step)
         return stop
 
     def save(self, step: int) -> None:
         """A checkpoint of the run as it was after `step`; there is none of a run that has not done a step."""
         if step > 0:
-            self.checkpoints.save(step, self.policies, self.driver.state() if self.driver else None)
-
-    @property
-    def trainable(self) -> list[PolicyTrainer]:
-        return [policy for policy in self.policies.values() if policy.config.trainable]
+            self.checkpoints.save(step, self.policies, lambda: self.driver.state())
 
     @contextmanager
     def timed(self, *names: str) -> Iterator[None]:

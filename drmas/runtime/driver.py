@@ -14,7 +14,7 @@ from typing import Any
 from drmas.config.schema import RunConfig
 from drmas.core.advantages import Advantages
 from drmas.envs.source import TaskSource
-from drmas.errors import EngineDied
+from drmas.errors import DataError, EngineDied
 from drmas.rollout.collector import Collector
 from drmas.rollout.engine import Engine
 from drmas.runtime.record import StepRecord
@@ -26,13 +26,12 @@ from drmas.types import Episode, Task, rows_of
 
 @dataclass
 class Pending:
-    """The step in progress: its tasks, and the episodes that need no further try."""
+    """The step in progress: its tasks, and the episodes collected so far."""
 
     step: int
     tasks: list[Task]
     source_before: dict[str, Any]
     episodes: dict[tuple[int, int], Episode] = field(default_factory=dict)
-    tries: int = 0
     retried: int = 0
 
 
@@ -61,29 +60,24 @@ class Driver:
         Returns the message for all ranks: `restarted` names engines that came up anew and need their weights before the next
         call; otherwise `rows` is complete; `fatal` says why the run can't go on.
         """
-        if self.pending is None:
-            before = self.source.state()
-            self.pending = Pending(step, self.source.take(self.config.rollout.tasks_per_step), before)
-        pending = self.pending
-        while True:
-            if missing := self._missing(pending):
-                self._run(pending, missing)
-            dead = [name for name, engine in self.engines.items() if not engine.alive]
-            try:
+        try:
+            if self.pending is None:
+                self.pending = self._begin(step)
+            if not self._dead():
+                self._run(self.pending)
+            if dead := self._dead():
                 for name in dead:
                     self._restart(name)
-            except EngineDied as error:
-                return {"fatal": str(error), "restarted": [], "rows": []}
-            if dead:
                 return {"fatal": None, "restarted": dead, "rows": []}
-            if not self._missing(pending):
-                return self._complete(pending)
+        except (EngineDied, DataError) as error:
+            return {"fatal": str(error), "restarted": [], "rows": []}
+        return self._complete(self.pending)
 
     def after_push(self, name: str, trouble: Exception | None) -> dict[str, Any]:
-        """Whether the weights must be pushed again, after the engine was started anew, or the run has to end."""
+        """Whether the weights must be pushed again, after the engine was started anew, or why the run has to end."""
         if trouble is None:
             return {"fatal": None, "again": False}
-        if self.engines[name].alive:  # not the engine's doing: the weights themselves are bad
+        if not isinstance(trouble, EngineDied):
             return {"fatal": f"the weights of policy {name!r} could not be synced: {trouble}", "again": False}
         try:
             self._restart(name)
@@ -91,17 +85,17 @@ class Driver:
             return {"fatal": str(error), "again": False}
         return {"fatal": None, "again": True}
 
-    def finish(self, step: int, values: Advantages, record: StepRecord) -> dict[str, Any]:
-        """Write the step's episodes, metrics and console line. `stop` is true after the user's first Ctrl-C."""
+    def finish(self, step: int, values: Advantages, record: StepRecord) -> bool:
+        """Write the step's episodes, metrics and console line. True after the user's first Ctrl-C."""
         pending, self.pending = self.pending, None
         episodes = self._episodes(pending)
         write_episodes(self.run_dir, step, episodes, self.tokenizers, values)
-        metrics = record.metrics(episodes, values, retried=pending.retried)
+        metrics = record.metrics(episodes, values, agents=list(self.collector.team.agents), retried=pending.retried)
         for name, engine in self.engines.items():
-            metrics[f"rollout/{name}/engine_peak_memory_bytes"] = engine.stats()["peak_memory_bytes"]
+            metrics[f"engine/{name}/peak_memory_bytes"] = engine.stats()["peak_memory_bytes"]
         self.metrics.write(step, metrics)
         self.console.step(step, self.config.train.steps, metrics)
-        return {"stop": self.stop_requested}
+        return self.stop_requested
 
     def state(self) -> dict[str, Any]:
         """Where the task source stands before the step in progress, or now between steps."""
@@ -119,38 +113,46 @@ class Driver:
         signal.signal(signal.SIGINT, request_stop)
         signal.signal(signal.SIGTERM, request_stop)
 
+    def _begin(self, step: int) -> Pending:
+        """The step's tasks. Every engine starts it without cached prefixes, whether or not its weights changed (I9)."""
+        for engine in self.engines.values():
+            if engine.alive:
+                engine.pause()
+                engine.resume()
+        before = self.source.state()
+        return Pending(step, self.source.take(self.config.rollout.tasks_per_step), before)
+
+    def _run(self, pending: Pending) -> None:
+        """Collect the episodes that have not run, and again those that an engine took along when it died."""
+        cells = [(task, sample) for task in range(len(pending.tasks)) for sample in range(self.config.rollout.group_size)]
+        missing = [cell for cell in cells if (found := pending.episodes.get(cell)) is None or _lost(found)]
+        if not missing:
+            return
+        pending.retried += sum(cell in pending.episodes for cell in missing)
+        with self.console.progress("rollout", len(cells)) as advance:
+            advance(len(cells) - len(missing))
+            episodes = self.collector.collect(pending.tasks, step=pending.step, only=missing, on_progress=lambda *_: advance(1))
+        pending.episodes |= dict(zip(missing, episodes, strict=True))
+
     def _complete(self, pending: Pending) -> dict[str, Any]:
         episodes = self._episodes(pending)
+        rows = rows_of(episodes)
         failures = [episode.failure for episode in episodes if episode.failure]
         fatal = None
         if len(failures) == len(episodes):
+            write_episodes(self.run_dir, pending.step, episodes, self.tokenizers, Advantages([None] * len(rows), []))
             first = failures[0]
             fatal = f"all {len(episodes)} episodes of step {pending.step} failed; the first with {first.kind}: {first.message}"
-        return {"fatal": fatal, "restarted": [], "rows": [row.to_dict() for row in rows_of(episodes)]}
-
-    def _run(self, pending: Pending, missing: list[tuple[int, int]]) -> None:
-        pending.retried += len(missing) if pending.tries else 0
-        total = len(pending.tasks) * self.config.rollout.group_size
-        with self.console.progress("rollout", total) as advance:
-            advance(total - len(missing))
-            episodes = self.collector.collect(pending.tasks, step=pending.step, only=missing, on_progress=lambda *_: advance(1))
-        pending.episodes |= dict(zip(missing, episodes, strict=True))
-        pending.tries += 1
-
-    def _missing(self, pending: Pending) -> list[tuple[int, int]]:
-        """(task index, sample) of episodes not run yet, or failed with the engine and allowed another try."""
-        again = pending.tries <= self.config.rollout.max_episode_retries
-        return [
-            (task, sample)
-            for task in range(len(pending.tasks))
-            for sample in range(self.config.rollout.group_size)
-            if (episode := pending.episodes.get((task, sample))) is None or (again and episode.status == "engine")
-        ]
+        return {"fatal": fatal, "restarted": [], "rows": [row.to_dict() for row in rows]}
 
     def _episodes(self, pending: Pending) -> list[Episode]:
-        return [pending.episodes[key] for key in sorted(pending.episodes)]
+        return [pending.episodes[cell] for cell in sorted(pending.episodes)]
+
+    def _dead(self) -> list[str]:
+        return [name for name, engine in self.engines.items() if not engine.alive]
 
     def _restart(self, name: str) -> None:
+        """Bring a dead engine up anew. EngineDied: it may not be, or could not be, started again."""
         limit = self.config.policies[name].engine.max_restarts
         if self.restarts[name] >= limit:
             raise EngineDied(
@@ -159,3 +161,7 @@ class Driver:
         self.restarts[name] += 1
         self.console.note(f"the engine of policy {name!r} died; starting it again ({self.restarts[name]} of {limit})")
         self.engines[name].start()
+
+
+def _lost(episode: Episode) -> bool:
+    return episode.failure is not None and episode.failure.transient

@@ -15,10 +15,29 @@ from drmas_kernels.backend import choose
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
+def check(config: RunConfig, team: TeamConfig, *, world: int) -> None:
+    """ConfigError for settings that don't fit together, which neither section can see alone."""
+    for name, policy in config.policies.items():
+        if world % policy.tensor_parallel:
+            raise ConfigError(
+                f"policies.{name}.tensor_parallel is {policy.tensor_parallel}, but the job has {world} rank(s); "
+                "it must divide them"
+            )
+    for name, agent in team.agents.items():
+        room = config.policies[agent.policy].engine.max_model_tokens
+        if agent.max_tokens >= room:
+            raise ConfigError(
+                f"team.{name}.max_tokens is {agent.max_tokens}, which leaves no room for a prompt: "
+                f"policies.{agent.policy}.engine.max_model_tokens is {room}"
+            )
+        if name == "failed":
+            raise ConfigError("an agent can't be called failed: rollout/failed/KIND counts failed episodes")
+
+
 def describe(
     config: RunConfig, team: TeamConfig, rule: AdvantageRule, *, world: int, folders: Mapping[str, Path]
 ) -> dict[str, str]:
-    """Label -> line. ConfigError: a policy's tensor-parallel size doesn't divide the ranks."""
+    """Label -> line."""
     rollout, agents = config.rollout, team.agents
     episodes = rollout.tasks_per_step * rollout.group_size
     lines = {
@@ -28,16 +47,14 @@ def describe(
         "advantage": f"{config.advantage.preset}: mean over {rule.mean}, std over {rule.std}, weighting by {rule.weighting}",
     }
     for name, policy in config.policies.items():
-        lines[f"policy {name}"] = _policy(name, policy, world, parameters(folders[name]))
+        lines[f"policy {name}"] = _policy(policy, world, parameters(folders[name]))
     kernel = choose("linear_policy_loss")
     lines["kernels"] = f"{kernel.name}: {kernel.reason}"
     return lines
 
 
-def _policy(name: str, policy: PolicyConfig, world: int, count: int) -> str:
+def _policy(policy: PolicyConfig, world: int, count: int) -> str:
     tensor = policy.tensor_parallel
-    if world % tensor:
-        raise ConfigError(f"policies.{name}.tensor_parallel is {tensor}, but the job has {world} rank(s); it must divide them")
     data = world // tensor
     # parameters, an fp32 gradient buffer, and Adam's two moments (with an fp32 copy beside bf16) split over data-parallel ranks
     own = BYTES[policy.dtype] + (4 + (8 + 4 * (policy.dtype != "float32")) / data if policy.trainable else 0)

@@ -36,47 +36,48 @@ class Gap:
 
 @dataclass
 class StepRecord:
-    """The measurements of step `step`."""
+    """The measurements of one step, as this rank took them."""
 
-    step: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     updates: dict[str, list[UpdateResult]] = field(default_factory=lambda: defaultdict(list))
-    syncs: dict[str, tuple[int, SyncResult]] = field(default_factory=dict)
+    syncs: list[SyncResult] = field(default_factory=list)
+    versions: dict[str, int] = field(default_factory=dict)
     gaps: dict[str, Gap] = field(default_factory=lambda: defaultdict(Gap))
-    measured_before: bool = False
+    measured: set[str] = field(default_factory=set)
 
     def add_seconds(self, names: Sequence[str], seconds: float) -> None:
         """To the phase `names[0]` and, where given, to its part `names[0]/names[1]`."""
         for end in range(1, len(names) + 1):
             self.seconds["/".join(names[:end])] += seconds
 
+    def sync(self, result: SyncResult) -> None:
+        self.syncs.append(result)
+
     def update(self, policy: str, result: UpdateResult) -> None:
         self.updates[policy].append(result)
-        if not self.measured_before:
-            for agent, values in result.agents.items():
+        for agent, values in result.agents.items():
+            if agent not in self.measured:
                 self.gaps[agent].add(values["tokens"], values["logprob_gap_mean"], values["logprob_gap_max"])
 
     def logprob_gap(self, rows: Sequence[Row], logprobs: Sequence[Sequence[float]]) -> None:
-        """The gap from a pass before the first of several updates, which later ones would blur."""
-        self.measured_before = True
+        """The gap from a pass of its own: before the first of several updates, which later ones would blur, or without any."""
+        self.measured |= {row.agent for row in rows}
         for row, ours in zip(rows, logprobs, strict=True):
             distances = [abs(a - b) for a, b in zip(ours, row.logprobs, strict=True)]
             self.gaps[row.agent].add(len(distances), sum(distances) / len(distances), max(distances))
 
-    def sync(self, policy: str, version: int, result: SyncResult) -> None:
-        self.syncs[policy] = (version, result)
-
-    def metrics(self, episodes: Sequence[Episode], values: Advantages, *, retried: int) -> Metrics:
+    def metrics(self, episodes: Sequence[Episode], values: Advantages, *, agents: Sequence[str], retried: int) -> Metrics:
         """The step's flat metrics, in the order in which a person reads them."""
         rows = rows_of(list(episodes))
         finished = [episode for episode in episodes if episode.failure is None]
         metrics: Metrics = {"reward/mean": _mean([episode.reward for episode in finished])}
         metrics |= self._rollout(episodes, retried)
+        metrics |= {f"rollout/{agent}/rows": 0.0 for agent in agents}
         metrics |= self._agents(episodes, rows, values)
         metrics |= self._training()
-        metrics["sync/seconds"] = sum(result.seconds for _, result in self.syncs.values())
-        metrics["sync/bytes"] = sum(result.bytes for _, result in self.syncs.values())
-        metrics |= {f"sync/{policy}/version": version for policy, (version, _) in self.syncs.items()}
+        metrics["sync/seconds"] = math.fsum(result.seconds for result in self.syncs)
+        metrics["sync/bytes"] = sum(result.bytes for result in self.syncs)
+        metrics |= {f"sync/{policy}/version": version for policy, version in self.versions.items()}
         metrics |= {f"time/{phase}_seconds": self.seconds[phase] for phase in ("rollout", "train", "sync", "step")}
         return metrics
 
@@ -125,16 +126,25 @@ class StepRecord:
 
 
 def _merge(parts: Sequence[dict[str, float]]) -> Metrics:
-    """One value per name over the step's updates: counts add up, extremes stay extreme, the rest is averaged."""
+    """One value per name over the step's updates.
+
+    Counts add up; extremes stay extreme, and not finite if one part is; the rest is averaged by tokens.
+    """
     merged: Metrics = {}
+    tokens = [part["tokens"] for part in parts]
     for name in parts[0]:
         column = [part[name] for part in parts]
         if name in ("tokens", "skipped"):
-            merged[name] = sum(column)
+            merged[name] = math.fsum(column)
+        elif broken := [value for value in column if not math.isfinite(value)]:
+            merged[name] = broken[0]
         elif name == "grad_norm" or name.endswith("_max"):
             merged[name] = max(column)
+        elif name.endswith("_min"):
+            merged[name] = min(column)
         else:
-            merged[name] = min(column) if name.endswith("_min") else _mean(column)
+            weighted = math.fsum(value * count for value, count in zip(column, tokens, strict=True))
+            merged[name] = weighted / math.fsum(tokens) if any(tokens) else _mean(column)
     return merged
 
 

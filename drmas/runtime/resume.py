@@ -1,73 +1,54 @@
-"""Checkpoints of a whole run, and what it takes to continue one as if it had never stopped.
+"""Checkpoints of a whole run.
 
-`checkpoints/step_N/` holds `run.json` (the step, the configuration, where the task source stands) and one folder per policy. A
-checkpoint appears by one rename when it is whole; a killed save leaves nothing that could be taken for one.
+`checkpoints/step_N/` holds `run.json` (the step, where the task source stands, a fingerprint of the team) and one folder per
+policy. A checkpoint appears by one rename when it is whole; a killed save leaves nothing that could be taken for one.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from drmas.config.schema import RunConfig
+from drmas.agents.team import TeamConfig
 from drmas.errors import CheckpointError
 from drmas.policy.trainer import PolicyTrainer
 
-FREE_TO_CHANGE = ("name", "output", "train.steps", "train.threads", "checkpoint", "telemetry")
-"""Sections and keys that a resumed run may set anew; any other difference would make it another run."""
+Share = Callable[[Callable[[], Any]], Any]
 
 
 class Checkpoints:
     """The checkpoints of one run folder. `save` and `load` are called by every rank."""
 
-    def __init__(self, run_dir: Path, config: RunConfig, share: Callable[[Any], Any], *, is_lead: bool) -> None:
-        self.folder, self.config, self.share, self.is_lead = run_dir / "checkpoints", config, share, is_lead
+    def __init__(self, run_dir: Path, team: TeamConfig, share: Share, *, keep: int) -> None:
+        self.folder, self.share, self.keep = run_dir / "checkpoints", share, keep
+        self.team = fingerprint(team)
 
-    def save(self, step: int, policies: Mapping[str, PolicyTrainer], driver: dict[str, Any] | None) -> None:
-        final, temporary = self.folder / f"step_{step}", self.folder / f".step_{step}"
-        if self.is_lead:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        self.share(None)  # the folder is there before any rank writes into it
+    def save(self, step: int, policies: Mapping[str, PolicyTrainer], driver_state: Callable[[], dict[str, Any]]) -> None:
+        """Keep the run as it is after `step`. `driver_state` is asked on rank 0."""
+        temporary = self.folder / f".step_{step}"
+        if not self.share(lambda: self._begin(step, temporary)):
+            return
         for name, policy in policies.items():
             if policy.config.trainable:
                 policy.save(temporary / f"policy-{name}")
-        if self.is_lead:
-            state = {"step": step, "config": self.config.model_dump(mode="json"), "driver": driver}
-            (temporary / "run.json").write_text(json.dumps(state, indent=1))
-            shutil.rmtree(final, ignore_errors=True)
-            temporary.rename(final)
-            for old in self.steps()[: -self.config.checkpoint.keep]:
-                shutil.rmtree(self.folder / f"step_{old}")
-        self.share(None)  # no rank goes on, and perhaps ends the job, before the rename
+        self.share(lambda: self._commit(step, temporary, driver_state()))
 
-    def steps(self) -> list[int]:
-        """The steps that have a whole checkpoint, oldest first."""
-        return sorted(
-            int(path.name.removeprefix("step_")) for path in self.folder.glob("step_*") if (path / "run.json").is_file()
-        )
-
-    def read(self) -> dict[str, Any]:
-        """`run.json` of the newest checkpoint. CheckpointError: there is none, or it is of a run with other settings."""
+    def latest(self) -> dict[str, Any] | None:
+        """`run.json` of the newest checkpoint; None if there is none. CheckpointError: the team has changed since."""
         steps = self.steps()
         if not steps:
-            raise CheckpointError(f"{self.folder} holds no checkpoint to resume from; start without --resume")
+            return None
         state = json.loads((self.folder / f"step_{steps[-1]}" / "run.json").read_text())
-        then, now = _flat(state["config"]), _flat(self.config.model_dump(mode="json"))
-        if any(policy.lr_schedule != "constant" for policy in self.config.policies.values()):
-            free = tuple(key for key in FREE_TO_CHANGE if key != "train.steps")
-        else:
-            free = FREE_TO_CHANGE
-        for key in sorted(then.keys() | now.keys()):
-            changeable = any(key == name or key.startswith(f"{name}.") for name in free)
-            if not changeable and then.get(key) != now.get(key):
-                raise CheckpointError(
-                    f"{key} is {now.get(key)!r} but the run to resume has {then.get(key)!r}; "
-                    "set it back, or start another run under another --name"
-                )
+        if state["team"] != self.team:
+            raise CheckpointError(
+                f"the team has changed since {self.folder}/step_{steps[-1]} was saved (its settings or its file); "
+                "set it back, or start another run under another --name"
+            )
         return state
 
     def load(self, step: int, policies: Mapping[str, PolicyTrainer]) -> None:
@@ -75,11 +56,27 @@ class Checkpoints:
             if policy.config.trainable:
                 policy.load(self.folder / f"step_{step}" / f"policy-{name}")
 
+    def steps(self) -> list[int]:
+        """The steps that have a whole checkpoint, oldest first."""
+        whole = (path.name for path in self.folder.glob("step_*") if (path / "run.json").is_file())
+        return sorted(int(name.removeprefix("step_")) for name in whole)
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return leaves
+    def _begin(self, step: int, temporary: Path) -> bool:
+        if step in self.steps():  # a run is the same run at the same step, so the one that is there is as good
+            return False
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        return True
+
+    def _commit(self, step: int, temporary: Path, driver: dict[str, Any]) -> None:
+        state = {"step": step, "team": self.team, "driver": driver}
+        (temporary / "run.json").write_text(json.dumps(state, indent=1))
+        temporary.rename(self.folder / f"step_{step}")
+        for old in self.steps()[: -self.keep]:
+            shutil.rmtree(self.folder / f"step_{old}")
+
+
+def fingerprint(team: TeamConfig) -> str:
+    """A hash of what decides a team's conduct: its settings, defaults included, and the source of its class."""
+    source = inspect.getsource(inspect.getmodule(type(team)) or type(team))
+    return blake2b(f"{team.model_dump_json()}\n{source}".encode(), digest_size=16).hexdigest()

@@ -8,31 +8,37 @@ negative log-likelihood. The result is a Hugging Face folder per policy, from wh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from drmas.agents.team import TeamConfig
 from drmas.config.schema import RolloutConfig, RunConfig, WarmStartConfig
 from drmas.core.batching import token_weights
+from drmas.envs.rewards import make_reward
 from drmas.envs.source import TaskSource
 from drmas.envs.sums import demonstrate
 from drmas.policy.trainer import PolicyBatch, PolicyTrainer
 from drmas.rollout.collector import Collector
 from drmas.rollout.scripted import ScriptedEngine
+from drmas.runtime.resume import Share
 from drmas.types import Row, rows_of
 
 
 class Teacher:
     """Demonstrations on rank 0: `batch(step)` runs the team on fresh tasks with a teacher answering."""
 
-    def __init__(self, config: RunConfig, team: TeamConfig, tokenizers: Mapping[str, Any], source: TaskSource, reward: Any):
-        self.warm, self.source = config.warm_start, source
+    def __init__(self, config: RunConfig, team: TeamConfig, tokenizers: Mapping[str, Any], stack: ExitStack) -> None:
+        self.warm = config.warm_start
+        self.source = TaskSource(config.data, seed=config.seed + 1)
+        reward = make_reward(config.reward)
+        stack.callback(reward.close)
 
         def answer(prompt: str, key: str) -> str:
             return demonstrate(prompt, key, seed=config.seed, error_rate=self.warm.error_rate)
 
         engines = {name: ScriptedEngine(tokenizer, answer) for name, tokenizer in tokenizers.items()}
-        rollout = RolloutConfig(tasks_per_step=1, group_size=1, max_concurrent_episodes=self.warm.batch_size)
+        rollout = RolloutConfig(group_size=1, max_concurrent_episodes=self.warm.batch_size)
         self.collector = Collector(team, engines, tokenizers, reward, rollout, seed=config.seed)
 
     def batch(self, step: int) -> list[dict[str, Any]]:
@@ -44,19 +50,18 @@ def warm_start(
     config: WarmStartConfig,
     policies: Mapping[str, PolicyTrainer],
     teacher: Teacher | None,
-    share: Callable[[Any], Any],
+    share: Share,
     folders: Mapping[str, Path],
-    on_step: Callable[[int, float], None],
+    *,
+    on_step: Callable[[], None],
 ) -> None:
     """Train every policy on the teacher's demonstrations and export it to its folder. Collective over the ranks."""
     for step in range(1, config.steps + 1):
-        rows = [Row(**row) for row in share(teacher.batch(step) if teacher else None)]
-        loss = 0.0
+        rows = [Row(**row) for row in share(lambda at=step: teacher.batch(at))]
         for name, policy in policies.items():
-            mine = [row for row in rows if row.policy == name]
-            if mine:
-                loss = policy.update(demonstrations(mine)).metrics["loss"]
-        on_step(step, loss)
+            if mine := [row for row in rows if row.policy == name]:
+                policy.update(demonstrations(mine))
+        on_step()
     for name, policy in policies.items():
         policy.export(folders[name])
 

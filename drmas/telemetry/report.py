@@ -92,7 +92,7 @@ def _tiles(steps: Sequence[Metrics]) -> str:
     seconds = [value for metrics in steps if (value := seconds_of(metrics)) is not None]
     failed = sum(sum(failures_of(metrics).values()) for metrics in steps)
     episodes = sum(metrics.get("rollout/episodes") or 0 for metrics in steps)
-    trainer, engine = _peak(steps, "train", "/peak_memory_bytes"), _peak(steps, "rollout", "/engine_peak_memory_bytes")
+    trainer, engine = _peak(steps, "train", "/peak_memory_bytes"), _peak(steps, "engine", "/peak_memory_bytes")
     tiles = [
         ("reward, first → last step", f"{rewards[0]:.3f} → {rewards[-1]:.3f}" if rewards else "-"),
         ("best step's reward", f"{max(rewards):.3f}" if rewards else "-"),

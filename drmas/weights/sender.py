@@ -7,7 +7,6 @@ half a gigabyte for nothing it needs.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -16,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from drmas.errors import SyncError
+from drmas.errors import EngineDied, EngineError, SyncError
 from drmas.weights.source import CheckedSource
 from drmas.weights.wire import BACKEND, LOOPBACK, Bucket, GlooInit, GlooUpdate, Group, Store, checksum, plan_buckets
 
@@ -68,7 +67,9 @@ class GlooTrainer:
     def send_weights(self) -> None:
         """One update: start, every bucket, finish. Called on every trainer rank.
 
-        SyncError: a tensor isn't finite (the engine keeps its weights), or the group broke. The client's errors pass through.
+        SyncError: the weights themselves are at fault (a tensor isn't finite, they don't fit the engine's model, they arrived
+        corrupt). RuntimeError: the group broke; where that shows before the first tensor, the source wasn't touched. The
+        client's errors pass through.
         """
         if not self._init.is_sender:
             for _ in self._source:
@@ -78,9 +79,15 @@ class GlooTrainer:
         self._client.start_weight_update()
         receiving = _in_background(self._client.update_weights, asdict(update))
         try:
+            self._agree()
             self._broadcast(plan_buckets(update, self._init.bucket_bytes), iter(self._source))
+        except _Refused:
+            raise SyncError(_reason(receiving) or "the engine refused the weights and didn't say why") from None
+        except SyncError:  # what the sender itself refused to send; the engine's error is only the consequence
+            raise
         except RuntimeError as error:
-            _raise_first(receiving, error)
+            reason = _reason(receiving)
+            raise RuntimeError(f"the transfer broke: {error}" + (f" ({reason})" if reason else "")) from error
         receiving.result()
         self._client.finish_weight_update()
 
@@ -97,7 +104,7 @@ class GlooTrainer:
         try:
             self._group = Group(store.store, rank=0, world_size=self._init.world_size, timeout_seconds=timeout)
         except RuntimeError as error:
-            _raise_first(joining, error)
+            raise RuntimeError(_reason(joining) or f"no group with the engine's workers: {error}") from error
         joining.result()
 
     def _broadcast(self, buckets: Iterator[Bucket], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -127,10 +134,10 @@ class GlooTrainer:
     def _agree(self, crc: int = 0) -> None:
         going_on, _ = self._group.vote(False, crc)
         if not going_on:
-            raise _Refused("the engine refused the update")
+            raise _Refused
 
 
-class _Refused(SyncError):
+class _Refused(Exception):
     """A worker voted against going on; its own error arrives through the control channel."""
 
 
@@ -148,13 +155,12 @@ def _in_background(call: Callable[..., Any], *args: Any) -> Future[Any]:
     return future
 
 
-def _raise_first(call: Future[Any], error: RuntimeError) -> None:
-    """Raise what the engine says went wrong, if it says so soon: it knows more than a broken group does. Else `error`.
-
-    Except that what the sender itself refused to send is the cause and not the consequence.
-    """
-    if isinstance(error, SyncError) and not isinstance(error, _Refused):
-        raise error
-    with contextlib.suppress(TimeoutError):
+def _reason(call: Future[Any]) -> str:
+    """What the engine says went wrong, if it says so soon: it knows more than a broken group does. EngineDied passes."""
+    try:
         call.result(timeout=5.0)
-    raise SyncError(f"the weight transfer broke: {error}") from error
+    except EngineDied:
+        raise
+    except (EngineError, TimeoutError) as error:
+        return str(error)
+    return ""

@@ -61,6 +61,11 @@ class CheckedSource:
         if left is not None:
             raise SyncError(f"the source ended before {left.name}, which its metadata names")
 
+    @property
+    def untouched(self) -> bool:
+        """No iteration was begun since the last `settle`, so nothing is owed to the other ranks yet."""
+        return self._rounds == 0
+
     def settle(self, rounds: int) -> None:
         """Complete the iteration that was given up, then iterate as often as `rounds` still asks for. Every rank calls it."""
         for _ in self._open:

@@ -7,6 +7,7 @@ against vLLM's source and has not been run, since it needs a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from drmas.errors import EngineDied, SyncError
+from drmas.errors import EngineDied, EngineError, SyncError
 from drmas.weights.sender import Client, GlooTrainer, GlooTrainerInit
 from drmas.weights.source import CheckedSource, Source
 from drmas.weights.wire import LOOPBACK, free_port
@@ -75,8 +76,8 @@ class WeightSync:
         """Make the engine's weights the trainer's, as `version`. Called on every rank; each iterates the source equally often.
 
         SyncError: the weights were not finite, didn't fit or didn't arrive. The engine then runs on with its old weights; only
-        where some layers had changed already it stays paused and refuses requests until a push succeeds. EngineDied: start the
-        engine again and push again. Only the sender raises; it must tell the other ranks.
+        where some layers had changed already, or where it refuses to go back, it stays paused and takes no requests until a
+        push succeeds. EngineDied: start the engine again and push again. Only the sender raises; it must tell the other ranks.
         """
         started = time.perf_counter()
         sent = 0
@@ -95,27 +96,51 @@ class WeightSync:
             trainer.shutdown()
 
     def _send(self, engine: SyncedEngine, version: int) -> int:
-        if not getattr(engine.sync_client, "num_workers", 0):
-            engine.sync_client.finish_weight_update(str(version))
-            return 0
-        engine.pause()
+        """Bytes sent. A connection that turns out to be broken is made anew once, as long as the source wasn't touched.
+
+        Later it can't be: every rank iterates the source once in a push, so nothing could be sent from its start again.
+        """
         try:
-            if self._client is None or self._client.client is not engine.sync_client:
-                self._connect(engine.sync_client)
-            self._client.version = version
-            if _nccl():  # its collectives can't be told to stop, so a tensor that isn't finite must be found beforehand
-                for _ in self._source:
-                    pass
-            self._trainer.send_weights()
-        except BaseException as error:
-            self.close()
-            if engine.alive and engine.sync_client.abort_weight_update():
-                engine.resume()
-            if isinstance(error, EngineDied | SyncError) or not isinstance(error, RuntimeError):
+            return self._attempt(engine, version)
+        except _Broken:
+            if not self._source.untouched:
                 raise
-            raise SyncError(f"version {version} did not reach the engine: {error}") from error
-        engine.resume()
+        return self._attempt(engine, version)
+
+    def _attempt(self, engine: SyncedEngine, version: int) -> int:
+        try:
+            self._update(engine, version)
+        except EngineDied:
+            self.close()
+            raise
+        except RuntimeError as error:  # EngineError and SyncError too, and what torch raises over a broken group
+            self.close()
+            kind = SyncError if isinstance(error, SyncError) else _Broken
+            obstacle = _go_back(engine)
+            raise kind(f"version {version} did not reach the engine: {error}{obstacle}") from error
+        except BaseException:  # an interrupt, or a fault of ours: the engine goes on if it can
+            self.close()
+            with contextlib.suppress(EngineError):
+                _go_back(engine)
+            raise
+        if not _has_weights(engine):
+            return 0
         return sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in self._source.metadata())
+
+    def _update(self, engine: SyncedEngine, version: int) -> None:
+        client = engine.sync_client
+        if not _has_weights(engine):
+            client.finish_weight_update(str(version))
+            return
+        engine.pause()
+        if self._client is None or self._client.client is not client:
+            self._connect(client)
+        self._client.version = version
+        if _nccl():  # its collectives can't be told to stop, so a tensor that isn't finite must be found beforehand
+            for _ in self._source:
+                pass
+        self._trainer.send_weights()
+        engine.resume()
 
     def _connect(self, client: SyncClient) -> None:
         """A fresh group with the engine's workers, for the life of its process."""
@@ -156,6 +181,32 @@ class _VersionedClient:
         found = self.client.get_weight_version()
         if found != expected:
             raise SyncError(f"the engine reports version {found!r} after the update to {expected!r}")
+
+
+class _Broken(SyncError):
+    """The weights are not at fault; another attempt over a fresh connection may succeed."""
+
+
+def _has_weights(engine: SyncedEngine) -> bool:
+    return getattr(engine.sync_client, "num_workers", 0) > 0
+
+
+def _go_back(engine: SyncedEngine) -> str:
+    """Let the engine go on after a failure with its old weights: "", or what stands against it. EngineDied: it is gone."""
+    obstacle = ""
+    try:
+        if _has_weights(engine):
+            if engine.sync_client.abort_weight_update():
+                engine.resume()
+            else:
+                obstacle = "; some of its layers have changed already, so it stays paused"
+    except EngineDied:
+        raise
+    except EngineError as error:
+        obstacle = f"; it can't go back to its old weights either: {error}"
+    if not engine.alive:
+        raise EngineDied("the engine died during a weight update")
+    return obstacle
 
 
 def _nccl() -> bool:

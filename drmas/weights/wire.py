@@ -1,9 +1,10 @@
 """What both ends of the gloo weight transport agree on: the messages, the buckets, the group and the vote.
 
-An update is one control message (`GlooUpdate`, through the engine's control channel) and then, for every bucket, one vote and
-one broadcast. The vote is a sum over all ranks of (failed, checksum): whoever found something wrong says so there, everybody
-stops at the same place, and nobody is left waiting in a collective. One more vote ends the update, so that all workers load or
-none does. Used by `sender` (rank 0) and `worker` (the ranks after it); imports torch, never vLLM.
+An update is one control message (`GlooUpdate`, through the engine's control channel), a first vote (the workers have compared
+the message with their model, and the group still works), and then, for every bucket, one vote and one broadcast. The vote is a
+sum over all ranks of (failed, checksum): whoever found something wrong says so there, everybody stops at the same place, and
+nobody is left waiting in a collective. One more vote ends the update, so that all workers load or none does. Used by `sender`
+(rank 0) and `worker` (the ranks after it); imports torch, never vLLM.
 """
 
 from __future__ import annotations

@@ -74,21 +74,26 @@ class GlooWorker(WeightTransferEngine[GlooInit, GlooUpdate]):
         if self._group is None:
             raise RuntimeError("no trainer is connected; init_weight_transfer_engine comes first")
         buckets = list(plan_buckets(update, self._bucket_bytes))
-        fault = self._fault(buckets)
+        fault: Exception | None = self._fault(buckets)
         received = []
+        self._vote(fault)
         for bucket in buckets:
-            going_on, crc = self._group.vote(fault is not None)
-            if not going_on:
-                raise fault or RuntimeError("the trainer or another worker stopped the update")
+            crc = self._vote(fault)
             buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
             self._group.broadcast(buffer)
             received.append((bucket, buffer))
             if checksum(buffer) != crc:
                 first, last = bucket.slots[0].name, bucket.slots[-1].name
                 fault = RuntimeError(f"the weights from {first} to {last} arrived corrupt: CRC {checksum(buffer)}, sent {crc}")
-        if not self._group.vote(fault is not None)[0]:
-            raise fault or RuntimeError("the trainer or another worker stopped the update")
+        self._vote(fault)
         return received
+
+    def _vote(self, fault: Exception | None) -> int:
+        """The sender's checksum, where nobody found a fault; else that fault, or word of another's."""
+        going_on, crc = self._group.vote(fault is not None)
+        if not going_on:
+            raise fault or RuntimeError("the trainer or another worker stopped the update")
+        return crc
 
     def _fault(self, buckets: list[Bucket]) -> ValueError | None:
         slots = (slot for bucket in buckets for slot in bucket.slots)

@@ -9,18 +9,17 @@ Contract, with g = coefficient * grad and t = step + 1:
   param, grad, exp_avg (m), exp_avg_sq (v): fp32, contiguous, of one shape, updated in place except grad; step: int64 scalar.
   `copy` (bf16, the same shape) receives the rounded parameters. Elementwise. Moves 28 n bytes, 30 n with the copy.
 
-The formula is that of Loshchilov and Hutter 2019 as torch.optim.AdamW computes it.
+The formula is that of Loshchilov and Hutter 2019 as torch.optim.AdamW computes it. The work is done by torch's fused kernel,
+which rounds a little differently on each device; it can scale gradients itself, but would write them back.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
 
 _TILE = 2**17
-"""Elements per pass: four tensors of a tile stay in the cache over the operations, and temporaries stay small."""
+"""Elements per pass: a tile of scaled gradients stays in the cache, and is all the memory that a step needs."""
 
 
 @torch.no_grad()
@@ -48,13 +47,24 @@ def adamw_step(
     if coefficient < 0:
         return
     step += 1
-    t = int(step)
-    factor, root, rate = float(coefficient), math.sqrt(1.0 - beta2**t), lr / (1.0 - beta1**t)
-    for p, g, m, v in zip(*(tensor.view(-1).split(_TILE) for tensor in (param, grad, exp_avg, exp_avg_sq)), strict=True):
-        clipped = g * factor
-        m.lerp_(clipped, 1.0 - beta1)
-        v.mul_(beta2).addcmul_(clipped, clipped, value=1.0 - beta2)
-        divisor = v.sqrt().div_(root).add_(eps)
-        p.mul_(1.0 - lr * weight_decay).addcdiv_(m, divisor, value=-rate)
+    count, factor = step.float(), float(coefficient)
+    flat = [tensor.view(-1) for tensor in (param, grad, exp_avg, exp_avg_sq)]
+    tiles = zip(*(tensor.split(_TILE) for tensor in flat), strict=True) if factor != 1.0 else [flat]
+    for p, g, m, v in tiles:
+        torch._fused_adamw_(
+            [p],
+            [g if factor == 1.0 else g * factor],
+            [m],
+            [v],
+            [],
+            [count],
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )
     if copy is not None:
         copy.copy_(param)

@@ -23,11 +23,17 @@ SKIP = -1.0
 """The coefficient that stands for a skipped update."""
 
 
-def squared_norms(buffers: Sequence[Tensor], groups: Sequence[int], num_groups: int) -> Tensor:
-    """[num_groups] float64. ValueError: a buffer isn't a contiguous fp32 vector, or a group is out of range."""
+def squared_norms(
+    buffers: Sequence[Tensor], groups: Sequence[int], num_groups: int, *, device: torch.device | str | None = None
+) -> Tensor:
+    """[num_groups] float64, on the buffers' device, or on `device` (needed where a rank may have no buffers).
+
+    ValueError: a buffer isn't a contiguous fp32 vector, or a group is out of range.
+    """
     if len(buffers) != len(groups):
         raise ValueError(f"{len(buffers)} buffers but {len(groups)} groups; expected one group per buffer")
-    device = buffers[0].device if buffers else torch.device("cpu")
+    if device is None:
+        device = buffers[0].device if buffers else "cpu"
     squared = torch.zeros(num_groups, dtype=torch.float64, device=device)
     for buffer, group in zip(buffers, groups, strict=True):
         if buffer.ndim != 1 or buffer.dtype != torch.float32 or not buffer.is_contiguous():

@@ -11,8 +11,9 @@ Contract
   Advantage   A_i = f (x_i - m) / (std + eps), f = n / (n - 1) with `leave_one_out`, else 1. Absent mean: m = 0. Absent std: the
               divisor is 1, without eps. Then A_i - p_i, unless the penalty is inside.
 
-  Constant    a segment whose units are all equal, or whose std is below `min_std`, gives exactly 0 before the penalty, whether
-              it is the row's mean or its std segment (a vanishing divisor must never blow a difference of means up).
+  Constant    a segment whose units are all equal but for rounding (std <= 4 ulp of max |x| in the reward's dtype: 0.3 and
+              0.1 + 0.2 are), or whose std is below `min_std`, gives exactly 0 before the penalty, whether it is the row's mean
+              or its std segment (a vanishing divisor must never blow a difference of means up).
   Singleton   a segment of one unit. "zero": exactly 0, again for either segment. "raw": a singleton mean segment subtracts 0, a
               singleton std segment divides by 1, so where both are the same the advantage is the score itself. In mixed scopes
               each side follows its own segment: a lone call of an agent, with the std of its task, gives score / (std + eps).
@@ -37,6 +38,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+ROUNDING_ULPS = 4
+"""A spread of so many units in the last place is how the values were added up, not a difference between them."""
+
 Weighting = Literal["turn", "episode"]
 Singleton = Literal["zero", "raw"]
 
@@ -47,7 +51,7 @@ class SegmentStats:
 
     mean: Tensor
     std: Tensor
-    """0 for a constant segment and for a segment of one unit."""
+    """Exactly 0 for a segment whose units are equal but for rounding, and for a segment of one unit."""
     weight: Tensor
     """Units in the statistics: rows or episodes, by the weighting."""
     count: Tensor
@@ -57,7 +61,7 @@ class SegmentStats:
 
     def constant(self, min_std: float) -> Tensor:
         """[S] bool: more than one unit, and no spread worth the name."""
-        return (self.weight > 1) & ((self.minimum == self.maximum) | (self.std < min_std))
+        return (self.weight > 1) & ((self.std == 0.0) | (self.std < min_std))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ def segment_advantage_reference(
     """The contract above in plain torch; arguments are already checked."""
     rows = included.nonzero().squeeze(1)
     penalty64 = penalty[rows].double()
+    rounding = ROUNDING_ULPS * torch.finfo(reward.dtype).eps
     score = reward[rows].double()
     if penalty_inside:
         score = score - penalty64
@@ -98,14 +103,14 @@ def segment_advantage_reference(
     divisor = torch.ones_like(score)
     if std_segment is not None:
         segment = std_segment[rows]
-        value, std_stats = _statistics(score, segment, per_episode, _num_segments(std_segment), ddof)
+        value, std_stats = _statistics(score, segment, per_episode, _num_segments(std_segment), ddof, rounding)
         lone = std_stats.weight[segment] == 1
         constant = std_stats.constant(min_std)[segment]
         divisor = torch.where(lone, 1.0, std_stats.std[segment] + eps)
         zero |= constant | lone if singleton == "zero" else constant
     if mean_segment is not None:
         segment = mean_segment[rows]
-        value, mean_stats = _statistics(score, segment, per_episode, _num_segments(mean_segment), ddof)
+        value, mean_stats = _statistics(score, segment, per_episode, _num_segments(mean_segment), ddof, rounding)
         units = mean_stats.weight[segment]
         lone = units == 1
         constant = mean_stats.constant(min_std)[segment]
@@ -123,9 +128,12 @@ def segment_advantage_reference(
 
 
 def _statistics(
-    score: Tensor, segment: Tensor, episode: Tensor | None, num_segments: int, ddof: int
+    score: Tensor, segment: Tensor, episode: Tensor | None, num_segments: int, ddof: int, rounding: float
 ) -> tuple[Tensor, SegmentStats]:
-    """Each row's value under the weighting, and the statistics of every segment. All inputs are over included rows."""
+    """Each row's value under the weighting, and the statistics of every segment. All inputs are over included rows.
+
+    A std of at most `rounding` times the largest magnitude is 0.
+    """
     value, unit_value, unit_segment = score, score, segment
     if episode is not None:
         pairs, unit = torch.unique(torch.stack([segment, episode], dim=1), dim=0, return_inverse=True)
@@ -135,7 +143,8 @@ def _statistics(
     units = _Grouped(unit_value, unit_segment, num_segments)
     weight = units.lengths.double()
     variance = units.squared_deviations() / (weight - ddof).clamp(min=1.0)
-    std = torch.where(units.lowest == units.highest, 0.0, variance.sqrt())
+    std = variance.sqrt()
+    std = torch.where(std <= rounding * torch.maximum(units.lowest.abs(), units.highest.abs()), 0.0, std)
     count = torch.bincount(segment, minlength=num_segments)
     return value, SegmentStats(units.mean, std.masked_fill(weight == 0, torch.nan), weight, count, units.lowest, units.highest)
 
@@ -143,8 +152,8 @@ def _statistics(
 class _Grouped:
     """Values sorted by (group, value), so that no sum over a group depends on the order in which rows came.
 
-    The mean of equal values is that value exactly (three times 0.1 over 3 is not 0.1 in floating point), so that constant
-    segments are found by comparison. Empty groups have mean, lowest and highest NaN.
+    The mean of equal values is that value exactly (three times 0.1 over 3 is not 0.1 in floating point). Empty groups have
+    mean, lowest and highest NaN.
     """
 
     def __init__(self, value: Tensor, group: Tensor, num_groups: int) -> None:

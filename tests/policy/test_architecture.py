@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -48,6 +49,30 @@ def test_a_folder_without_a_config_is_refused(tmp_path):
 def test_tensor_parallel_that_does_not_divide_the_heads_is_refused(kit, world, models, tp, message):
     with pytest.raises(ModelError, match=message):
         kit.make_trainer(models / "qwen3-tied", world, tensor_parallel=tp)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        ({"ffn": 66}, 4, r"policies.main.tensor_parallel is 4; it must divide the model's 66 feed-forward units"),
+        (
+            {"heads": 6, "kv_heads": 3, "ffn": 66},
+            2,
+            r"tensor_parallel is 2; it must divide the model's 3 key-value heads or be",
+        ),
+        (
+            {"heads": 8, "kv_heads": 1, "head_dim": 6},
+            8,
+            r"is 8; it must divide the 60 rows of the model's query, key and value weights, \(8 \+ 2 x 1\) heads x 6",
+        ),
+        ({"vocab": 5}, 4, r"tensor_parallel is 4; with 2 of the model's 5 vocabulary rows per rank the last rank has none"),
+    ],
+)
+def test_sizes_that_the_ranks_cannot_share_are_refused(models, changes, tp, message):
+    architecture = replace(read_architecture(models / "qwen3-tied"), **changes)
+    with pytest.raises(ModelError, match=message):
+        architecture.check_tensor_parallel(tp, policy="main")
+    architecture.check_tensor_parallel(1, policy="main")
 
 
 def test_tensor_parallel_beyond_the_processes_is_refused(kit, world, models, two_ranks):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import multiprocessing
+import os
+import shutil
 
 import pytest
 import torch
@@ -163,6 +166,48 @@ def test_a_truncated_checkpoint_is_refused(trainer_of, tmp_path):
     (tmp_path / "one" / "__0_0.distcp").write_bytes(b"short")
     with pytest.raises(CheckpointError, match=r"__0_0.distcp has 5 bytes; \d+ were saved"):
         trainer.load(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rms_norm_eps": 1e-5}, r"has eps 1e-06; policies.main has 1e-05"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+            r"has rope_theta 10000.0; policies.main has 500.0",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+            r"has rope_scaling 'default'; policies.main has '\{\"factor\": 4.0, \"rope_type\": \"linear\"\}'",
+        ),
+        ({"max_position_embeddings": 128}, r"has max_positions 256; policies.main has 128"),
+    ],
+    ids=["eps", "theta", "scaling", "positions"],
+)
+def test_a_checkpoint_is_refused_after_its_model_s_config_changed(kit, world, trainer_of, models, tmp_path, changes, message):
+    """The weights would fit, and mean another function."""
+    trainer_of("llama-tied").save(tmp_path / "one")
+    folder = shutil.copytree(models / "llama-tied", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(CheckpointError, match=message):
+        kit.make_trainer(folder, world).load(tmp_path / "one")
+
+
+def test_files_are_on_the_disk_before_they_take_their_place(tmp_path, monkeypatch):
+    flushed, fsync = [], os.fsync
+
+    def watched(descriptor):
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    partial = folders.begin(tmp_path / "one")
+    for name in ("weights", "files.json"):
+        (partial / name).write_text(name)
+    folders.commit(tmp_path / "one")
+    assert sorted(flushed) == sorted(str(path) for path in (partial, partial / "weights", partial / "files.json"))
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["files.json", "weights"]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,20 @@ def test_I9_random_states_of_policies_and_caller_are_apart(world):
     assert draws(PolicyRng(1, tp_rank=1)) != mixed[0]
 
 
+def test_one_process_can_have_groups_twice_and_gives_scratch_memory_back():
+    script = (
+        "import drmas.policy\nfrom megatron.core import parallel_state\n"
+        "from drmas.policy.groups import Groups, init_distributed, destroy\n"
+        "for _ in range(2):\n"
+        "    init_distributed(timeout_seconds=30)\n"
+        "    one = Groups(); buffer = parallel_state.get_global_memory_buffer()\n"
+        "    other = Groups(); print(buffer is parallel_state.get_global_memory_buffer(), other.layout().tp.size())\n"
+        "    destroy(); print(parallel_state._GLOBAL_MEMORY_BUFFER)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["True", "1", "None"] * 2
+
+
 def test_a_world_of_one_opens_no_port():
     script = (
         "import os; [os.environ.pop(k, None) for k in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')]\n"

@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drmas.config.schema import PolicyConfig
+from drmas.policy import host_platform
+from drmas.policy import model as model_module
+from drmas.policy.architecture import read_architecture
+from drmas.policy.layers import PackedAttention
 from drmas.runtime.models import PACKAGED, resolve_model
 
 MODELS = [f"{family}-{tying}" for family in ("llama", "qwen2", "qwen3") for tying in ("tied", "untied")]
@@ -55,6 +60,19 @@ def test_smollm2_logits_equal_transformers(kit, world):
     expected = kit.reference_logits(folder, rows)
     assert expected.abs().max() > 10  # a trained model's logits, not noise around zero
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_float32_on_cuda_takes_our_attention_beside_transformer_engine(models, monkeypatch):
+    """TransformerEngine has no attention over packed float32 rows; what is built must be what `drmas doctor` says."""
+    monkeypatch.setattr(host_platform, "is_host", lambda: False)
+    monkeypatch.setattr(model_module, "find_spec", lambda name: object())
+    assert model_module.takes_transformer_engine(torch.bfloat16)
+    assert not model_module.takes_transformer_engine(torch.float32)
+    policy = PolicyConfig(model="", dtype="float32")
+    config = model_module.transformer_config(read_architecture(models / "qwen3-tied"), policy, tp=1)
+    assert (config.apply_rope_fusion, config.bias_activation_fusion) == (False, False)
+    spec = model_module._block_spec(config, 0)
+    assert {layer.submodules.self_attention.submodules.core_attention for layer in spec.layer_specs} == {PackedAttention}
 
 
 def test_recomputed_activations_give_the_same_update(kit, trainer_of):

@@ -7,19 +7,23 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from drmas.config.schema import LossConfig
+from drmas.core.batching import token_weights
 from drmas.errors import ConfigError, DataError
 from drmas.policy.batch import PolicyBatch
 
 UPDATED = ("qwen3-tied", "qwen2-untied", "llama-untied", "qwen3-one-kv-head")
 LAYOUTS = ("tp2", "tp2-sp", "dp2")
+LOSSES = ("default", "asymmetric, no dual clip, entropy", "asymmetric, tight dual clip")
 
 
 class Reference:
     """transformers, autograd and torch's AdamW: the loss of the README's formula, row by row, without packing or kernels."""
 
-    def __init__(self, folder, config, clip_low=0.2, clip_high=0.2, dual_clip=3.0):
+    def __init__(self, folder, config, loss=None):
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
         parameters = list(self.model.parameters())
         groups = [
@@ -28,32 +32,36 @@ class Reference:
         ]
         betas = (config.adam_beta1, config.adam_beta2)
         self.adam = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps)
-        self.clips = (1 - clip_low, 1 + clip_high, dual_clip)
+        self.loss = loss or LossConfig()
         self.clip_grad_norm = config.clip_grad_norm
 
-    def logprobs(self, row, temperature):
+    def distributions(self, row, temperature):
+        """[response tokens, vocabulary] log-probs."""
         logits = self.model(torch.tensor([[*row.prompt_ids, *row.response_ids]])).logits[0] / temperature
-        chosen = logits[len(row.prompt_ids) - 1 : -1].log_softmax(-1)
-        return chosen.gather(1, torch.tensor(row.response_ids)[:, None])[:, 0]
+        return logits[len(row.prompt_ids) - 1 : -1].log_softmax(-1)
 
-    def losses(self, batch):
-        """The weighted loss of each row."""
-        low, high, dual = self.clips
-        for row, advantage, weight, temperature in zip(
-            batch.rows, batch.advantages, batch.token_weights, batch.temperatures, strict=True
-        ):
-            logprob = self.logprobs(row, temperature)
+    def logprobs(self, row, temperature):
+        return self.distributions(row, temperature).gather(1, torch.tensor(row.response_ids)[:, None])[:, 0]
+
+    def token_losses(self, batch):
+        """The loss of each row's tokens, before any weight."""
+        low, high = 1 - self.loss.clip_low, 1 + self.loss.clip_high
+        for row, advantage, temperature in zip(batch.rows, batch.advantages, batch.temperatures, strict=True):
+            distribution = self.distributions(row, temperature)
+            logprob = distribution.gather(1, torch.tensor(row.response_ids)[:, None])[:, 0]
             old = logprob.detach() if batch.on_policy else torch.tensor(row.logprobs)
             ratio = (logprob - old).exp()
             loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high))
-            if advantage < 0:
-                loss = torch.minimum(loss, torch.tensor(-advantage * dual))
-            yield weight * loss.sum()
+            if advantage < 0 and self.loss.dual_clip is not None:
+                loss = torch.minimum(loss, torch.tensor(-advantage * self.loss.dual_clip))
+            yield loss + self.loss.entropy_bonus * (distribution.exp() * distribution).sum(-1)
 
     def update(self, batch):
         """(loss, gradient norm before clipping)."""
+        return self.step(sum(w * loss.sum() for w, loss in zip(batch.token_weights, self.token_losses(batch), strict=True)))
+
+    def step(self, loss):
         self.adam.zero_grad()
-        loss = sum(self.losses(batch))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
         self.adam.step()
@@ -79,6 +87,70 @@ def test_updates_equal_plain_torch(kit, trainer_of, models, name, clip):
     found = kit.weights(trainer)
     assert kit.largest_difference(found, reference.weights(found)) < 1e-6
     assert trainer.version == 3
+
+
+def assert_every_clip_is_active(agents, loss):
+    shares = {key: max(values[key] for values in agents.values()) for key in ("clip_low_share", "clip_high_share")}
+    assert min(shares.values()) > 0.1
+    dual = max(values["dual_clip_share"] for values in agents.values())
+    assert dual > 0.01 if loss.dual_clip else dual == 0.0
+    assert max(values["ratio_max"] for values in agents.values()) > 3.0  # where the usual dual clip would be
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_clipped_updates_equal_plain_torch(kit, trainer_of, models, loss):
+    """Behaviour log-probs far from the policy's own, so that each of the loss's settings decides about tokens."""
+    config = kit.LOSSES[loss]
+    trainer = trainer_of("qwen3-tied", loss=config, clip_grad_norm=0.5)
+    reference = Reference(models / "qwen3-tied", trainer.config, config)
+    for i in range(3):
+        batch = kit.make_batch(kit.make_rows(seed=10 + i))
+        batch = kit.off_policy_batch(batch, trainer.logprobs(batch.rows, batch.temperatures), seed=i)
+        result = trainer.update(batch)
+        assert_every_clip_is_active(result.agents, config)
+        assert (result.metrics["loss"], result.metrics["grad_norm"]) == pytest.approx(reference.update(batch), rel=2e-5)
+    found = kit.weights(trainer)
+    assert kit.largest_difference(found, reference.weights(found)) < 1e-6
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp", "dp2"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_clipped_updates_of_two_ranks_equal_plain_torch(kit, trainer_of, two_ranks, models, loss, layout):
+    config, found = kit.LOSSES[loss], two_ranks["losses"][f"{loss}/{layout}"]
+    assert_every_clip_is_active(found["agents"], config)
+    trainer = trainer_of("qwen3-tied", clip_grad_norm=1e9)
+    reference = Reference(models / "qwen3-tied", trainer.config, config)
+    expected = reference.update(found["batch"])
+    assert (found["metrics"]["loss"], found["metrics"]["grad_norm"]) == pytest.approx(expected, rel=2e-5)
+    assert kit.largest_difference(found["weights"], reference.weights(found["weights"])) < 1e-6
+
+
+AGGREGATIONS = {
+    "token": lambda losses: torch.cat([x for turns in losses.values() for x in turns]).mean(),
+    "turn": lambda losses: torch.stack([x.mean() for turns in losses.values() for x in turns]).mean(),
+    "episode": lambda losses: torch.stack([torch.cat(turns).mean() for turns in losses.values()]).mean(),
+}
+"""Token losses by episode, one vector per turn -> the loss of an update."""
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_I5_an_aggregation_gives_the_gradient_of_its_mean(kit, trainer_of, models, aggregation):
+    """Means of means in plain torch, against the trainer's one weighted sum; episodes of three, two and one turns."""
+    rows = [replace(row, episode=f"t0#{name}", task="t0") for row, name in zip(kit.make_rows(), "aaabbc", strict=True)]
+    batch = kit.make_batch(rows, token_weights=token_weights(rows, aggregation))
+    trainer = trainer_of("qwen3-tied", clip_grad_norm=1e9, tokens_per_microbatch=40)
+    reference = Reference(models / "qwen3-tied", trainer.config)
+    episodes = {}
+    for row, loss in zip(rows, reference.token_losses(batch), strict=True):
+        episodes.setdefault(row.episode, []).append(loss)
+    expected = {name: combine(episodes).item() for name, combine in AGGREGATIONS.items()}
+    assert min(abs(expected[a] - expected[b]) for a in expected for b in expected if a < b) > 1e-3
+    loss, norm = reference.step(AGGREGATIONS[aggregation](episodes))
+    result = trainer.update(batch)
+    assert (result.metrics["loss"], result.metrics["grad_norm"]) == pytest.approx((loss, norm), rel=1e-5)
+    found = kit.gradients(trainer)
+    gradients = {name: p.grad for name, p in reference.model.named_parameters() if name in found}
+    assert kit.largest_difference(found, gradients) < 1e-5 * norm
 
 
 def test_supervised_updates_equal_plain_torch(kit, trainer_of, models):
@@ -224,6 +296,53 @@ def test_a_gradient_that_is_not_finite_is_skipped(kit, trainer_of):
     assert kit.run_updates(trainer, 2) == kit.run_updates(other, 2)  # as if it had never been
 
 
+def test_I5_four_ranks_update_save_and_export_as_one(kit, trainer_of, four_ranks):
+    """Two replicas of two tensor-parallel ranks under sequence parallelism, in small microbatches, with clipping."""
+    assert four_ranks["sizes"] == (2, 2)
+    straight = trainer_of("qwen3-tied")
+    expected = kit.run_updates(straight, 2)
+    for one, other in zip(expected, four_ranks["reports"], strict=True):
+        assert other["metrics"] == pytest.approx(one["metrics"], rel=1e-5)
+        for agent, values in one["agents"].items():
+            assert other["agents"][agent] == pytest.approx(values, rel=1e-4, abs=1e-6)
+    assert kit.largest_difference(four_ranks["weights"], kit.weights(straight)) < 1e-6
+    exported = load_file(four_ranks["shared"] / "exported" / "model.safetensors")
+    assert kit.largest_difference(exported, four_ranks["weights"]) == 0.0
+    resumed = trainer_of("qwen3-tied", seed=99)
+    resumed.load(four_ranks["shared"] / "saved")
+    assert resumed.version == 2
+    assert kit.largest_difference(kit.weights(resumed), four_ranks["weights"]) == 0.0
+    third = kit.run_updates(straight, 1, first=2)[0]["metrics"]
+    assert kit.run_updates(resumed, 1, first=2)[0]["metrics"] == pytest.approx(third, rel=1e-5)
+    assert kit.largest_difference(kit.weights(resumed), kit.weights(straight)) < 1e-6
+
+
+def test_I5_bfloat16_at_two_tensor_parallel_ranks_is_close_to_one(kit, trainer_of, two_ranks):
+    """Activations and partial sums are rounded to 8 bits, in another order: 2^-8 is 0.4 %, a few of them per gradient."""
+    trainer = trainer_of("qwen3-tied", dtype="bfloat16", clip_grad_norm=1e9)
+    expected, found = kit.run_updates(trainer, 2), two_ranks["bfloat16"]
+    for one, other in zip(expected, found["reports"], strict=True):
+        assert other["metrics"]["loss"] == pytest.approx(one["metrics"]["loss"], rel=0.02, abs=2e-3)
+        assert other["metrics"]["grad_norm"] == pytest.approx(one["metrics"]["grad_norm"], rel=0.02)
+    for name, gradient in kit.gradients(trainer).items():
+        error = (found["gradient"][name].float() - gradient.float()).norm()
+        assert error < 0.05 * gradient.float().norm() + 1e-4, name
+    lr, ulp = 1e-3, 2**-8
+    for name, weight in kit.weights(trainer).items():
+        assert found["weights"][name].dtype == torch.bfloat16
+        difference = (found["weights"][name].float() - weight.float()).abs()
+        assert (difference <= 2 * 2 * lr + 2 * ulp * weight.float().abs()).all(), name
+        assert difference.mean() < 0.2 * lr + ulp * weight.float().abs().mean(), name
+
+
+def test_the_gradient_norm_is_that_of_all_parameters_in_float64(kit, trainer_of):
+    """Ten times closer than fp32 accumulation is asked to be."""
+    trainer = trainer_of("llama-untied", clip_grad_norm=1e9)
+    norm = trainer.update(kit.make_batch()).metrics["grad_norm"]
+    squares = sum(gradient.double().square().sum() for gradient in kit.gradients(trainer).values())
+    assert norm == pytest.approx(math.sqrt(squares), rel=2e-7)
+
+
 def test_an_infinite_gradient_of_one_rank_is_skipped_by_all(kit, trainer_of, two_ranks):
     found = two_ranks["infinite"]
     assert found["facts"] == (1.0, 0, True)
@@ -252,6 +371,15 @@ def test_the_learning_rate_follows_its_schedule(kit, trainer_of, settings, expec
     trainer = trainer_of("llama-tied", **settings)
     rates = [trainer.update(kit.make_batch()).metrics["lr"] for _ in expected]
     assert rates == pytest.approx([1e-3 * share for share in expected], abs=1e-12)
+
+
+def test_the_rate_before_the_first_step_is_the_one_it_will_have(kit, trainer_of):
+    trainer = trainer_of("llama-tied", lr_warmup_steps=4)
+    idle = trainer.update(kit.make_batch(token_weights=[0.0] * 6))
+    refused = trainer.update(kit.make_batch(advantages=[math.inf] * 6))
+    first = trainer.update(kit.make_batch())
+    assert idle.metrics["lr"] == refused.metrics["lr"] == first.metrics["lr"] == 0.25e-3
+    assert trainer.update(kit.make_batch(token_weights=[0.0] * 6)).metrics["lr"] == 0.25e-3  # of the last step
 
 
 def test_bfloat16_keeps_float32_main_weights(kit, trainer_of, models):

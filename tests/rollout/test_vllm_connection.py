@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -27,6 +28,11 @@ for line in connection.makefile("rb"):
             send(id=message["id"], error="no such thing")
         case "batch":
             send(answers=[{"id": number, "result": number} for number in [*message["numbers"], message["id"]]])
+        case "half":
+            connection.sendall(b'{"id": 1, "res')
+            os.kill(os.getpid(), 9)
+        case "garbage":
+            connection.sendall(b"no JSON\\n")
         case "die":
             print("the last words", flush=True)
             sys.exit(3)
@@ -92,9 +98,50 @@ def test_a_signal_is_named(connection):
         waiting.result(10)
 
 
-def test_a_process_that_does_not_answer_counts_as_dead(connection):
-    with pytest.raises(EngineDied, match=r"no answer to held within 0\.05 s"):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_process_that_does_not_answer_is_killed_and_all_who_wait_are_told_why(connection, stopped):
+    _, waiting = connection.request("held")
+    if stopped:
+        os.kill(connection.pid, signal.SIGSTOP)
+    with pytest.raises(EngineDied, match=r"gave no answer to held within 0\.05 s, so it was killed"):
         connection.call("held", timeout=0.05)
+    assert not connection.alive
+    with pytest.raises(EngineDied, match="no answer to held"):
+        waiting.result(0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(connection.pid, 0)
+
+
+def test_a_process_killed_while_it_sends_an_answer_is_dead_like_any_other(connection):
+    with pytest.raises(EngineDied, match="was killed by SIGKILL"):
+        connection.call("half", timeout=20)
+    assert not connection.alive
+
+
+def test_an_answer_that_can_not_be_read_ends_the_process(connection, monkeypatch):
+    monkeypatch.setattr("drmas.rollout.vllm_connection.EXIT_GRACE_SECONDS", 0.1)
+    with pytest.raises(EngineDied, match="sent an answer that isn't JSON"):
+        connection.call("garbage", timeout=20)
+    assert not connection.alive
+
+
+def test_a_death_is_told_even_when_the_log_folder_is_gone(connection, tmp_path):
+    (tmp_path / "engine.log").unlink()
+    tmp_path.rmdir()
+    with pytest.raises(EngineDied, match=r"ended with status 3[\s\S]*log can't be read.*engine\.log"):
+        connection.call("die", timeout=20)
+    assert not connection.alive
+
+
+def test_a_death_is_told_even_when_the_process_can_not_be_reaped(connection, monkeypatch):
+    def refuse(pid):
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with pytest.raises(EngineDied, match="closed its connection"):
+        connection.call("die", timeout=20)
+    assert not connection.alive
 
 
 def test_a_request_that_was_given_up_is_forgotten(connection):

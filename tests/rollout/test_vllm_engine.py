@@ -7,6 +7,7 @@ import os
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -191,21 +192,30 @@ async def test_nothing_runs_while_paused_and_held_requests_survive(deterministic
     assert (await call).token_ids
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-async def test_a_response_that_takes_too_long_is_given_up(deterministic_engine, monkeypatch, stopped):
+async def test_a_response_that_takes_too_long_is_given_up(deterministic_engine, monkeypatch):
     short = deterministic_engine._config.model_copy(update={"request_timeout_seconds": 0.2})
     monkeypatch.setattr(deterministic_engine, "_config", short)
-    monkeypatch.setattr("drmas.rollout.vllm_engine.PROBE_SECONDS", 0.2 if stopped else 30)
-    if stopped:
-        os.kill(deterministic_engine.pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(EngineError, match=r"no response to late within 0\.2 s \(policies\.deterministic\.engine") as error:
-            await deterministic_engine.generate([5], Sampling(4), seed=0, key="late")
-    finally:
-        os.kill(deterministic_engine.pid, signal.SIGCONT)
-    assert isinstance(error.value, EngineDied) == stopped
+    with pytest.raises(EngineError, match=r"no response to late within 0\.2 s \(policies\.deterministic\.engine") as error:
+        await deterministic_engine.generate([5], Sampling(4), seed=0, key="late")
+    assert not isinstance(error.value, EngineDied)
+    assert deterministic_engine.alive
     monkeypatch.undo()
     assert await deterministic_engine.advance() == []  # the request was given up over there too
+
+
+async def test_an_engine_that_is_only_slow_loses_its_requests_and_not_its_life(deterministic_engine, monkeypatch):
+    short = deterministic_engine._config.model_copy(update={"request_timeout_seconds": 0.2})
+    deterministic_engine.pause()
+    monkeypatch.setattr(deterministic_engine, "_config", short)
+    call = asyncio.ensure_future(deterministic_engine.generate([5], Sampling(4), seed=0, key="late"))
+    await asyncio.sleep(0)
+    assert await deterministic_engine.advance() == []
+    with pytest.raises(EngineError, match="no response to late") as error:
+        await call
+    assert not isinstance(error.value, EngineDied)
+    assert deterministic_engine.alive
+    monkeypatch.undo()
+    deterministic_engine.resume()
 
 
 def test_trap_5_threads_and_environment_took_effect(engine):
@@ -244,12 +254,81 @@ def test_a_missing_model_folder_is_found_before_anything_starts(make_engine, tmp
     assert engine.pid is None
 
 
-def test_an_unknown_option_is_refused_with_the_nearest_one(make_engine):
-    engine = make_engine("odd", options={"max_num_batched_token": 512})
-    with pytest.raises(EngineStartError, match=r"nearest: max_num_batched_tokens[\s\S]*engine-odd\.log[\s\S]*Traceback"):
+def test_I11_a_setting_that_the_trainer_can_not_mirror_is_refused_before_anything_starts(make_engine):
+    engine = make_engine("odd", options={"quantization": "fp8"})
+    with pytest.raises(EngineStartError, match=r"policies\.odd\.engine\.options\.quantization can't be passed on"):
         engine.start()
     assert not engine.alive
+    assert engine.pid is None
+
+
+def test_a_value_that_vllm_refuses_is_one_clear_error(make_engine):
+    engine = make_engine("odd", options={"max_num_batched_tokens": 100})
+    with pytest.raises(
+        EngineStartError, match=r"max_num_batched_tokens \(100\) is smaller than max_model_len \(256\)"
+    ) as error:
+        engine.start()
+    message, log = str(error.value), engine._log.read_text()
+    assert message.endswith(f"the whole log is {engine._log}")
+    assert "\n" not in message
+    assert "Traceback" not in log
+    assert not engine.alive
     assert wait_until_gone(engine.pid, 0)
+
+
+SILENT = """
+import json, socket, sys
+connection = socket.socket(fileno=int(sys.argv[1]))
+for line in connection.makefile("rb"):
+    message = json.loads(line)
+    if message["do"] == "start":
+        result = {"vocab_size": 90, "num_workers": 1, "torch_threads": 1}
+        connection.sendall(json.dumps({"id": message["id"], "result": result}).encode() + b"\\n")
+"""
+
+
+@pytest.fixture
+def silent_engine(make_engine, monkeypatch):
+    """An engine whose process comes up and then never answers."""
+
+    def launch(environment, log):
+        ours, theirs = socket.socketpair()
+        log.touch()
+        with theirs:
+            command = [sys.executable, "-c", SILENT, str(theirs.fileno())]
+            return subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True), ours
+
+    monkeypatch.setattr("drmas.rollout.vllm_engine.launch", launch)
+    monkeypatch.setattr("drmas.rollout.vllm_engine.PROBE_SECONDS", 0.1)
+    engine = make_engine("silent", deterministic=True, request_timeout_seconds=0.1)
+    engine.start()
+    yield engine
+    engine.close()
+
+
+async def advance_over_a_request(engine):
+    engine._connection.request("generate")  # without a timeout of its own, so that the advance's is the first
+    await engine.advance()
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda engine: engine.generate([5], Sampling(4), seed=0, key="late"), "no response to late .*, nor to anything else"),
+        (advance_over_a_request, "was silent for 0.1 s after an advance"),
+        (lambda engine: asyncio.to_thread(engine.pause), "no answer to pause"),
+        (lambda engine: asyncio.to_thread(engine.sync_client.get_weight_version), "no answer to get_weight_version"),
+    ],
+    ids=["generate", "advance", "pause", "sync"],
+)
+async def test_a_silent_engine_is_dead_and_can_be_started_again(silent_engine, ask, message):
+    assert silent_engine.alive
+    with pytest.raises(EngineDied, match=message):
+        await ask(silent_engine)
+    assert not silent_engine.alive
+    assert wait_until_gone(silent_engine.pid, 0)
+    silent_engine.start()
+    assert silent_engine.alive
 
 
 def test_a_start_that_takes_too_long_is_given_up(make_engine):

@@ -69,7 +69,7 @@ def test_curves_are_drawn_per_agent_and_policy(make_run):
 def test_the_first_numbers_are_first_last_best_and_extremes(make_run):
     run_dir = make_run(4)
     with (run_dir / "metrics.jsonl").open("a") as file:
-        memory = {"train/main/peak_memory_bytes": 3 * 2**30, "rollout/main/engine_peak_memory_bytes": 1.5 * 2**30}
+        memory = {"train/peak_memory_bytes": 3 * 2**30, "engine/main/peak_memory_bytes": 1.5 * 2**30}
         file.write(json.dumps({"step": 5, "reward/mean": 0.5, **memory}) + "\n")
     html = write_report(run_dir).read_text()
     tiles = dict(re.findall(r'<div class="tile"><b>(.*?)</b><span>(.*?)</span>', html))

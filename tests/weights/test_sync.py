@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
@@ -164,6 +165,81 @@ def test_a_corrupt_bucket_is_noticed_and_not_loaded(trainer, monkeypatch):
     assert trainer.gap() < TOLERANCE
 
 
+def fail(times: int, call=lambda: None):
+    """A stand-in for an engine's method `call` that refuses the first `times` calls; `.calls` counts all of them."""
+
+    def stand_in(*args):
+        stand_in.calls += 1
+        if stand_in.calls <= times:
+            raise EngineError("refused for once")
+        return call(*args)
+
+    stand_in.calls = 0
+    return stand_in
+
+
+def test_a_broken_connection_is_made_anew_without_iterating_the_source_again(trainer):
+    before = trainer.rounds
+    trainer.change()
+    trainer.sync._trainer._group.close()
+    trainer.push()
+    assert trainer.rounds == before + 1
+    assert trainer.gap() < TOLERANCE
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_engine_that_refuses_to_pause_is_asked_once_more(trainer, monkeypatch, times):
+    before, version = trainer.rounds, trainer.engine.version
+    pause = fail(times, trainer.engine.pause)
+    monkeypatch.setattr(trainer.engine, "pause", pause)
+    if times == 1:
+        trainer.push()
+    else:
+        with pytest.raises(SyncError, match=f"version {version + 1} did not reach the engine: refused for once"):
+            trainer.push()
+    assert pause.calls == 2
+    assert trainer.rounds == before + 1
+    assert trainer.engine.version == version + (times == 1)
+    assert trainer.gap() < TOLERANCE
+
+
+@pytest.mark.parametrize("fault", ["wrong shape", "NaN"])
+def test_weights_that_are_at_fault_are_not_sent_again(trainer, monkeypatch, fault):
+    start = fail(0, trainer.engine.sync_client.start_weight_update)
+    monkeypatch.setattr(trainer.engine.sync_client, "start_weight_update", start)
+    trainer.edit = transposed if fault == "wrong shape" else lambda tensors: [(n, t * float("nan")) for n, t in tensors]
+    with pytest.raises(SyncError):
+        trainer.push()
+    assert start.calls == 1
+    assert trainer.gap() < TOLERANCE
+
+
+@pytest.mark.parametrize("refusal", ["abort_weight_update", "resume"])
+def test_an_engine_that_refuses_to_go_back_is_a_sync_error_that_names_both(trainer, monkeypatch, refusal):
+    owner = trainer.engine if refusal == "resume" else trainer.engine.sync_client
+    trainer.edit = lambda tensors: [(n, t * float("nan")) for n, t in tensors]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, refusal, fail(1))
+        with pytest.raises(SyncError, match=r"holds NaN or Inf.*can't go back to its old weights either: refused for once"):
+            trainer.push()
+    trainer.edit = lambda tensors: tensors
+    if refusal == "abort_weight_update":
+        trainer.engine.sync_client.abort_weight_update()
+    trainer.push()
+    assert trainer.gap() < TOLERANCE
+
+
+def test_an_interrupt_in_the_middle_passes_and_the_engine_goes_on(trainer, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GlooTrainer, "_fill", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.push()
+    assert trainer.gap() < TOLERANCE
+
+
 def test_every_push_iterates_the_source_exactly_once_also_when_it_fails(trainer):
     before = trainer.rounds
     trainer.push()
@@ -210,6 +286,7 @@ def test_a_trainer_that_vanishes_in_the_middle_leaves_the_old_weights(trainer):
     receiving.start()
     bucket = next(plan_buckets(update, 64 * 1024))
     payload = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+    group.vote(False)  # the workers agree with the message
     group.vote(False, checksum(payload))
     group.broadcast(payload)
     group.close()
@@ -341,6 +418,26 @@ def test_an_engine_killed_in_the_middle_of_a_request_comes_back_and_follows(tied
     tied.push()
     assert tied.gap() < TOLERANCE
     assert engine.version == tied.version
+
+
+def test_an_engine_killed_in_the_middle_of_an_update_is_a_death_and_not_a_failed_sync(tied, monkeypatch):
+    fill = GlooTrainer._fill
+
+    def kill_first(self, bucket, tensors):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(tied.engine.pid, signal.SIGKILL)
+        return fill(self, bucket, tensors)
+
+    before = tied.rounds
+    with monkeypatch.context() as patch:
+        patch.setattr(GlooTrainer, "_fill", kill_first)
+        with pytest.raises(EngineDied, match="was killed by SIGKILL"):
+            tied.push()
+    assert tied.rounds == before + 1
+    assert not tied.engine.alive
+    tied.engine.start()
+    tied.push()
+    assert tied.gap() < TOLERANCE
 
 
 def test_close_leaves_no_process_and_is_idempotent(tied):

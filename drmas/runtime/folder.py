@@ -1,0 +1,123 @@
+"""The folder of one run: who may write there, and what happens to what is there already.
+
+A folder *holds a run* once a step was logged or a checkpoint saved; that is never deleted unless asked for, and then only after
+the new run stands. Used by rank 0.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from pathlib import Path
+from typing import IO, Any
+
+from drmas.config.load import dump
+from drmas.config.schema import RunConfig
+from drmas.errors import CheckpointError, ConfigError
+from drmas.telemetry.environment import write_environment
+
+FREE_TO_CHANGE = (
+    *("name", "output", "train.steps", "train.threads", "checkpoint", "telemetry", "reward.timeout_seconds", "reward.workers"),
+    *("rollout.max_concurrent_episodes", "rollout.episode_timeout_seconds"),
+)
+"""Sections and keys that a resumed run may set anew; any other difference would make it another run. (Another number of threads
+or of concurrent episodes may change the last bits of its sums.)"""
+FREE_OF_ENGINES = ("max_restarts", "start_timeout_seconds", "request_timeout_seconds", "gpu_memory_fraction", "threads")
+
+
+class RunFolder:
+    """`output/name`, locked from `open` to `close`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.path = Path(config.output) / config.name
+        self._aside = self.path.with_name(f".{config.name}.replaced")
+        self._lock: IO[str] | None = None
+
+    def open(self, *, resume: bool, overwrite: bool) -> None:
+        """Take the folder, or refuse. What `overwrite` replaces is set aside until `settle`.
+
+        ConfigError: it holds a run and neither flag was given, or it is no run's folder, or another process writes there.
+        CheckpointError: `resume` of no run, or of one with other settings.
+        """
+        if resume and overwrite:
+            raise ConfigError("--resume continues the run in the folder and --overwrite deletes it; give one of them")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = self.path.with_name(f".{self.path.name}.lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process writes to {self.path}; wait for it, or use another --name") from None
+        before = self._settings_there()
+        if before is None and self.path.exists() and any(self.path.iterdir()):
+            raise ConfigError(f"{self.path} is not the folder of a run; use another --name or --output")
+        if resume:
+            if before is None:
+                raise CheckpointError(f"{self.path} holds no run to resume; start it without --resume")
+            check_same_run(before, self.config)
+        elif self._holds_run() and not overwrite:
+            raise ConfigError(
+                f"{self.path} holds a run already; --resume continues it, --overwrite deletes it, --name NAME writes elsewhere"
+            )
+        elif before is not None and (overwrite or not _same_run(before, self.config)):
+            shutil.rmtree(self._aside, ignore_errors=True)
+            self.path.rename(self._aside)
+        self.path.mkdir(exist_ok=True)
+
+    def settle(self) -> None:
+        """The run's settings are sound: write them, and delete what this run replaces."""
+        (self.path / "config.json").write_text(dump(self.config))
+        write_environment(self.path)
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+    def close(self) -> None:
+        """Give the folder back; if the run never settled, put back what it would have replaced."""
+        if self._aside.exists():
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._aside.rename(self.path)
+        elif self.path.exists() and not any(self.path.iterdir()):
+            self.path.rmdir()
+        if self._lock is not None:
+            self._lock.close()
+
+    def _settings_there(self) -> dict[str, Any] | None:
+        file = self.path / "config.json"
+        return json.loads(file.read_text()) if file.is_file() else None
+
+    def _holds_run(self) -> bool:
+        metrics = self.path / "metrics.jsonl"
+        return (metrics.is_file() and metrics.stat().st_size > 0) or any((self.path / "checkpoints").glob("step_*"))
+
+
+def check_same_run(then: dict[str, Any], config: RunConfig) -> None:
+    """CheckpointError naming the first key that a run with `config` can't have changed since `then`."""
+    before, now = _flat(then), _flat(config.model_dump(mode="json"))
+    changeable = set(FREE_TO_CHANGE)
+    if any(policy.lr_schedule != "constant" for policy in config.policies.values()):
+        changeable.remove("train.steps")  # the schedule is laid over the steps
+    for key in sorted(before.keys() | now.keys()):
+        free = any(key == name or key.startswith(f"{name}.") for name in changeable)
+        engine = key.startswith("policies.") and ".engine." in key and key.rpartition(".")[2] in FREE_OF_ENGINES
+        if not free and not engine and before.get(key) != now.get(key):
+            raise CheckpointError(
+                f"{key} is {now.get(key)!r} but the run to resume has {before.get(key)!r}; "
+                "set it back, or start another run under another --name"
+            )
+
+
+def _same_run(then: dict[str, Any], config: RunConfig) -> bool:
+    try:
+        check_same_run(then, config)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return leaves
