@@ -30,7 +30,7 @@ MEGATRON = "0.16.1"
 TRANSFORMERS = (5, 16)
 KERNELS = ("segment_advantage", "linear_logprob", "linear_policy_loss", "squared_norms")
 """The operations of drmas_kernels that a run calls."""
-MEMORY_BYTES = 4 * 2**30
+MEMORY_BYTES = 12 * 2**30
 """Trainer and engine of the quickstart's 135 M parameters in fp32."""
 DISK_BYTES = 2 * 2**30
 WIDTH = 140

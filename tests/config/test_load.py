@@ -50,7 +50,7 @@ def test_a_recipe_gives_its_values_and_the_schema_the_rest(recipe):
         (["--data.options.min-terms", "2"], lambda c: c.data.options, {"min_terms": 2}),
         (["--team.solver.stop", '["\\n", "END"]'], lambda c: c.team["solver"]["stop"], ["\n", "END"]),
         (["--team.solver", '{"temperature": 0.5}'], lambda c: c.team["solver"], {"max_tokens": 16, "temperature": 0.5}),
-        (["--warm-start.steps", "9"], lambda c: c.warm_start.steps, 9),
+        (["--warm-start.steps", "9", "--data.type", "sums"], lambda c: c.warm_start.steps, 9),
     ],
 )
 def test_overrides_reach_their_key(recipe, words, value_of, expected):
@@ -160,7 +160,9 @@ def test_a_recipe_that_is_not_there_lists_those_that_are():
 
 
 def test_dump_reads_back_as_the_same_configuration(recipe, tmp_path):
-    config = load(recipe, ["--policies.main.lr", "3.3e-7", "--loss.dual-clip", "null", "--warm-start.steps", "2"])
+    config = load(
+        recipe, ["--policies.main.lr", "3.3e-7", "--loss.dual-clip", "null", "--warm-start.steps", "2", "--data.type", "sums"]
+    )
     path = tmp_path / "config.json"
     path.write_text(dump(config))
     assert load(str(path), []) == config
@@ -204,3 +206,8 @@ def test_a_section_given_whole_in_another_shape_replaces_the_old_one():
     assert config.data.model_dump() == {"type": "jsonl", "path": "x.jsonl"}
     same = load("quickstart", ["--data", "{type = 'reasoning-gym', size = 7}"])
     assert (same.data.size, same.data.name) == (7, "basic_arithmetic")
+
+
+def test_a_warm_start_needs_data_that_can_be_demonstrated():
+    with pytest.raises(ConfigError, match="warm_start needs demonstrations, which data"):
+        load("quickstart", ["--warm-start.steps", "3"])

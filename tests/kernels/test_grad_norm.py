@@ -21,6 +21,11 @@ def test_squared_norms_per_group_agree_with_float64(check):
     assert result[2] == result[3] == 0.0
 
 
+def test_a_rank_without_buffers_counts_zero_on_the_device_of_the_others():
+    assert squared_norms([], [], 2).tolist() == [0.0, 0.0]
+    assert squared_norms([], [], 1, device="meta").device.type == "meta"
+
+
 def test_many_small_values_beside_one_large_one_are_not_lost(check):
     """fp32 throughout would drop the tail: 1e-4 squared, 4 million times, beside 1."""
     buffer = torch.full((4_000_000,), 1e-4)

@@ -1,0 +1,123 @@
+"""Rank 0's side of a step on scripted engines: restarts, retries, and when a run has to end."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from drmas.agents.team import load_team
+from drmas.core.advantages import advantages, resolve
+from drmas.envs.rewards import make_reward
+from drmas.envs.source import TaskSource
+from drmas.errors import EngineDied, EngineError, SyncError
+from drmas.rollout.collector import Collector
+from drmas.rollout.scripted import ScriptedEngine
+from drmas.runtime.driver import Driver
+from drmas.runtime.record import StepRecord
+from drmas.telemetry.console import Console
+from drmas.telemetry.episodes import read_episodes
+from drmas.telemetry.sinks import MetricsLog, read_metrics
+
+
+class Teacher:
+    """Answers sums and checks; dies, or refuses, when a request's count is in the set."""
+
+    def __init__(self, dies_at=(), refuses_at=()):
+        self.count, self.dies_at, self.refuses_at, self.asked = 0, set(dies_at), set(refuses_at), []
+
+    def __call__(self, prompt: str, key: str) -> str:
+        self.count += 1
+        self.asked.append(key)
+        if self.count in self.dies_at:
+            raise EngineDied("killed by the test")
+        if self.count in self.refuses_at:
+            raise EngineError("refused by the test")
+        question, _, answer = prompt.rstrip("?").partition("=")
+        total = str(sum(map(int, question.split("+"))))
+        return total if not answer else ("yes" if answer == total else "no")
+
+
+@pytest.fixture
+def make(config, tmp_path, plain_tokenizer, capsys):
+    opened = []
+
+    def build(teacher: Teacher) -> Driver:
+        engines, tokenizers = {"main": ScriptedEngine(plain_tokenizer, teacher)}, {"main": plain_tokenizer}
+        reward, metrics = make_reward(config.reward), MetricsLog(tmp_path, tensorboard=False)
+        opened.extend([reward, metrics])
+        return Driver(
+            config,
+            source=TaskSource(config.data, seed=0),
+            collector=Collector(load_team(config.team), engines, tokenizers, reward, config.rollout, seed=0),
+            engines=engines,
+            tokenizers=tokenizers,
+            run_dir=tmp_path,
+            metrics=metrics,
+            console=Console(),
+        )
+
+    yield build
+    for part in opened:
+        part.close()
+
+
+def test_a_step_without_trouble(make, tmp_path) -> None:
+    driver = make(Teacher())
+    message = driver.collect(1)
+    assert (message["fatal"], message["restarted"]) == (None, [])
+    assert [row["reward"] for row in message["rows"]] == [1.0] * 8  # four episodes, each solver then verifier
+    values = advantages([SimpleNamespace(**row) for row in message["rows"]], resolve("dr-mas"))
+    record = StepRecord(versions={"main": 4})
+    assert driver.finish(1, values, record) is False
+    (metrics,) = read_metrics(tmp_path)
+    assert metrics["reward/mean"] == 1.0
+    assert metrics["rollout/solver/rows"] == metrics["rollout/verifier/rows"] == 4
+    assert metrics["sync/main/version"] == 4
+    assert metrics["rollout/retried"] == 0
+    assert len(read_episodes(tmp_path, 1)) == 4
+
+
+def test_a_dead_engine_is_started_anew_and_what_it_took_along_runs_again_with_the_same_seeds(make) -> None:
+    teacher = Teacher(dies_at={6})
+    driver, undisturbed = make(teacher), make(Teacher())
+    assert driver.collect(1) == {"fatal": None, "restarted": ["main"], "rows": []}
+    message = driver.collect(1)
+    assert message == undisturbed.collect(1)
+    assert driver.restarts == {"main": 1}
+    assert driver.pending.retried > 0
+
+
+def test_an_engine_that_keeps_dying_ends_the_run(make, config) -> None:
+    limit = config.policies["main"].engine.max_restarts
+    driver = make(Teacher(dies_at=range(100)))
+    for _ in range(limit):
+        assert driver.collect(1)["restarted"] == ["main"]
+    fatal = driver.collect(1)["fatal"]
+    assert fatal == f"the engine of policy 'main' died {limit + 1} times; policies.main.engine.max_restarts is {limit}"
+    assert driver.state()["source"] == TaskSource(config.data, seed=0).state()  # the lost step's tasks come again on resume
+
+
+def test_I3_refused_requests_fail_their_episodes_and_are_not_run_again(make) -> None:
+    driver = make(Teacher(refuses_at={2}))
+    message = driver.collect(1)
+    assert message["fatal"] is None
+    assert [row["status"] for row in message["rows"]].count("ok") == 6
+    assert driver.pending.retried == 0
+    failed = [episode for episode in driver.pending.episodes.values() if episode.failure]
+    assert [(episode.failure.kind, episode.reward) for episode in failed] == [("engine", None)]
+
+
+def test_a_step_of_failures_only_ends_the_run_and_leaves_its_episodes(make, tmp_path) -> None:
+    driver = make(Teacher(refuses_at=range(100)))
+    fatal = driver.collect(1)["fatal"]
+    assert fatal.startswith("all 4 episodes of step 1 failed; the first with engine:")
+    assert [episode["status"] for episode in read_episodes(tmp_path, 1)] == ["engine"] * 4
+
+
+def test_after_a_push(make) -> None:
+    driver = make(Teacher())
+    assert driver.after_push("main", None) == {"fatal": None, "again": False}
+    assert driver.after_push("main", SyncError("weight w is not finite"))["fatal"] == (
+        "the weights of policy 'main' could not be synced: weight w is not finite"
+    )
+    assert driver.after_push("main", EngineDied("gone")) == {"fatal": None, "again": True}
+    assert driver.restarts == {"main": 1}

@@ -1,0 +1,108 @@
+from pathlib import Path
+
+import pytest
+
+from drmas.errors import CheckpointError, ConfigError
+from drmas.runtime.folder import RunFolder
+
+
+def with_results(folder: RunFolder) -> None:
+    folder.open(resume=False, overwrite=False)
+    folder.settle()
+    (folder.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    folder.close()
+
+
+def test_a_run_with_results_is_refused_resumed_or_replaced(config) -> None:
+    with_results(RunFolder(config))
+    with pytest.raises(ConfigError, match="holds a run already"):
+        RunFolder(config).open(resume=False, overwrite=False)
+    resumed = RunFolder(config)
+    resumed.open(resume=True, overwrite=False)
+    resumed.close()
+    assert (config_path := resumed.path / "metrics.jsonl").exists()
+    new = RunFolder(config)
+    new.open(resume=False, overwrite=True)
+    new.settle()
+    new.close()
+    assert not config_path.exists()
+    assert (new.path / "config.json").exists()
+
+
+def test_what_is_replaced_comes_back_if_the_new_run_never_settles(config) -> None:
+    with_results(RunFolder(config))
+    new = RunFolder(config)
+    new.open(resume=False, overwrite=True)
+    (new.path / "half").write_text("x")
+    new.close()
+    assert sorted(path.name for path in new.path.iterdir()) == ["config.json", "environment.json", "metrics.jsonl"]
+
+
+def test_a_run_without_results_makes_room_for_other_settings_and_keeps_its_warm_start_for_its_own(config) -> None:
+    first = RunFolder(config)
+    first.open(resume=False, overwrite=False)
+    first.settle()
+    (first.path / "warm_start").mkdir()
+    first.close()
+    again = RunFolder(config)
+    again.open(resume=False, overwrite=False)
+    assert (again.path / "warm_start").exists()
+    again.close()
+    other = RunFolder(config.model_copy(update={"seed": 9}))
+    other.open(resume=False, overwrite=False)
+    assert not (other.path / "warm_start").exists()
+    other.close()
+
+
+def test_two_processes_cant_write_one_folder(config) -> None:
+    first = RunFolder(config)
+    first.open(resume=False, overwrite=False)
+    with pytest.raises(ConfigError, match="another process writes"):
+        RunFolder(config).open(resume=False, overwrite=False)
+    first.close()
+
+
+def test_a_folder_that_is_no_run_is_never_touched(config) -> None:
+    folder = Path(config.output) / config.name
+    folder.mkdir()
+    (folder / "chapter.txt").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match="is not the folder of a run"):
+            RunFolder(config).open(resume=False, overwrite=overwrite)
+    assert (folder / "chapter.txt").read_text() == "years of work"
+
+
+def test_resume_of_nothing_or_with_overwrite_is_refused(config) -> None:
+    with pytest.raises(CheckpointError, match="holds no run to resume"):
+        RunFolder(config).open(resume=True, overwrite=False)
+    with pytest.raises(ConfigError, match="give one of them"):
+        RunFolder(config).open(resume=True, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"train": {"steps": 99}}, None),
+        ({"telemetry": {"tensorboard": False}}, None),
+        ({"seed": 5}, "seed is 5 but the run to resume has 0"),
+        ({"rollout": {"group_size": 3}}, "rollout.group_size is 3"),
+        ({"policies": {"main": {"lr": 1.0}}}, "policies.main.lr is 1.0"),
+        ({"policies": {"main": {"engine": {"max_restarts": 9}}}}, None),
+        ({"policies": {"main": {"engine": {"max_model_tokens": 99}}}}, "policies.main.engine.max_model_tokens is 99"),
+        ({"policies": {"main": {"lr_schedule": "cosine"}}, "train": {"steps": 99}}, "policies.main.lr_schedule is 'cosine'"),
+    ],
+)
+def test_what_a_resumed_run_may_change(config, changes, refused) -> None:
+    with_results(RunFolder(config))
+
+    def merged(old, new):
+        return {**old, **{key: merged(old[key], value) if isinstance(value, dict) else value for key, value in new.items()}}
+
+    changed = type(config).model_validate(merged(config.model_dump(), changes))
+    folder = RunFolder(changed)
+    if refused is None:
+        folder.open(resume=True, overwrite=False)
+    else:
+        with pytest.raises(CheckpointError, match=refused):
+            folder.open(resume=True, overwrite=False)
+    folder.close()
