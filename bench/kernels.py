@@ -65,8 +65,10 @@ def optimiser(args: argparse.Namespace) -> dict[str, tuple[Step, Step]]:
     """Name -> (ours, plain torch) for one flat buffer of `--parameters` elements."""
     parameter = torch.nn.Parameter(torch.randn(args.parameters))
     parameter.grad = torch.randn(args.parameters)
-    first, second, step = torch.zeros(args.parameters), torch.zeros(args.parameters), torch.zeros((), dtype=torch.int64)
     adamw = torch.optim.AdamW([parameter], lr=1e-6, fused=True)
+    adamw.step()  # makes the moments, which both sides then use: where they lie in memory must not decide
+    first, second = (adamw.state[parameter][key] for key in ("exp_avg", "exp_avg_sq"))
+    step = torch.ones((), dtype=torch.int64)
 
     def ours(coefficient: float = 1.0) -> None:
         scale = torch.tensor(coefficient)

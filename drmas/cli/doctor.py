@@ -32,7 +32,7 @@ KERNELS = ("segment_advantage", "linear_logprob", "linear_policy_loss", "squared
 """The operations of drmas_kernels that a run calls."""
 MEMORY_BYTES = 12 * 2**30
 """Trainer and engine of the quickstart's 135 M parameters in fp32."""
-DISK_BYTES = 2 * 2**30
+DISK_BYTES = 5 * 2**30
 WIDTH = 140
 
 

@@ -30,7 +30,7 @@ class Broadcast:
     def __call__(self, action: Callable[[], Any]) -> Any:
         """Run `action` on rank 0 and give its result, which must survive JSON, on every rank.
 
-        A DrmasError that it raises is raised on every rank, as the same kind; any other exception as a DrmasError on the others.
+        A DrmasError that it raises is raised on every rank, as its own kind; any other exception as a DrmasError elsewhere.
         """
         if self._alone:
             return action()

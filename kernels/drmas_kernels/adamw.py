@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_TILE = 2**17
+_TILE = 2**19
 """Elements per pass: a tile of scaled gradients stays in the cache, and is all the memory that a step needs."""
 
 

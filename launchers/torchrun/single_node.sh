@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All trainer ranks on this host:   launchers/torchrun/single_node.sh NPROC RECIPE [--key value ...]
+# All trainer ranks on this host:   launchers/torchrun/single_node.sh NPROC RECIPE [--train.steps 5 ...]
 #
 # torchrun picks a free port for its rendezvous, so that jobs can run side by side. On SIGTERM or Ctrl-C the step in progress is
 # finished and saved, if that takes less than the 30 seconds after which torchrun kills what is left.

@@ -1,6 +1,7 @@
 """One rank of test_broadcast: says what it heard."""
 
 import json
+import sys
 
 import torch.distributed as dist
 
@@ -31,7 +32,7 @@ def main() -> None:
         except KeyError:
             heard.append(["KeyError", ""])
     heard.append(share(rank_zero(7)))
-    print(json.dumps({"rank": dist.get_rank(), "heard": heard}), flush=True)
+    sys.stdout.write(json.dumps({"rank": dist.get_rank(), "heard": heard}) + "\n")
     destroy()
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from dataclasses import asdict
@@ -178,11 +179,28 @@ def fail(times: int, call=lambda: None):
     return stand_in
 
 
+def open_sockets() -> dict[str, int]:
+    """The name (with the inode, which isn't used again soon) of every socket of this process, and its descriptor."""
+    found = {}
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found[os.readlink(f"/proc/self/fd/{descriptor}")] = int(descriptor)
+    return {name: descriptor for name, descriptor in found.items() if name.startswith("socket:")}
+
+
 def test_a_broken_connection_is_made_anew_without_iterating_the_source_again(trainer):
-    before = trainer.rounds
-    trainer.change()
-    trainer.sync._trainer._group.close()
+    earlier = set(open_sockets())
+    sync = trainer.sync = trainer.new_sync()
     trainer.push()
+    for name, descriptor in open_sockets().items():
+        if name not in earlier:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.getpeername()  # OSError: it only listens
+                connection.shutdown(socket.SHUT_RDWR)
+    before, first = trainer.rounds, sync._trainer
+    trainer.change()
+    trainer.push()
+    assert sync._trainer is not first
     assert trainer.rounds == before + 1
     assert trainer.gap() < TOLERANCE
 
