@@ -37,7 +37,7 @@ class EngineConfig(Section):
     max_restarts: Annotated[int, Field(ge=0)] = 2
     """How often in one run an engine that died is started again; the episodes it took along run again on the new one."""
     options: dict[str, Any] = {}
-    """Passed to vLLM's engine arguments as they are."""
+    """Further vLLM engine arguments, of capacity and scheduling; what would change the sampled distribution is refused."""
 
 
 class PolicyConfig(Section):

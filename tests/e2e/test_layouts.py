@@ -1,7 +1,9 @@
 """The same run under torchrun on two ranks, tensor- and data-parallel, gives the numbers of one rank (I5)."""
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,32 @@ def test_I5_two_ranks_equal_one(
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         assert ours[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+
+
+def test_an_interrupt_under_torchrun_finishes_the_step_on_every_rank_and_saves(
+    workplace: Path, environment, trained_model: Path
+) -> None:
+    folder = workplace / "runs" / "two-interrupted"
+    words = ["--output", str(workplace / "runs"), "--name", "two-interrupted"]
+    words += ["--train.steps", "500", "--policies.main.model", str(trained_model)]
+    process = subprocess.Popen(
+        [str(LAUNCHER), "2", "tiny.toml", *words],
+        cwd=workplace,
+        env={**environment, "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        metrics, limit = folder / "metrics.jsonl", time.monotonic() + 180
+        while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None:
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    steps = metrics.read_text().count("\n")
+    assert (folder / "checkpoints" / f"step_{steps}" / "run.json").exists(), output
+    assert "report" in output

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -64,3 +65,23 @@ def test_two_policies_train_and_sync_on_their_own(workplace: Path, run, trained_
         assert step["train/second/lr"] == pytest.approx(5e-4)
         assert "train/main/verifier/tokens" not in step
         assert step["train/second/verifier/tokens"] > 0
+
+
+def test_I11_a_frozen_policy_is_measured_and_never_updated(workplace: Path, run, trained_model: Path, read_run) -> None:
+    engine = "{max_model_tokens = 64, max_concurrent = 32, kv_cache_bytes = 8388608, threads = 1}"
+    done = run(
+        *("--name", "frozen", "--train.steps", "2", "--train.updates-per-step", "2", "--team.verifier.policy", "second"),
+        *("--policies.main.model", str(trained_model)),
+        *("--policies.second", f"{{model = '{trained_model}', trainable = false, engine = {engine}}}"),
+    )
+    assert done.returncode == 0, done.stderr
+    for number, step in enumerate(read_run(workplace / "runs" / "frozen"), start=1):
+        assert step["sync/main/version"] == 2 * number  # two updates a step
+        assert step["sync/second/version"] == 0
+        assert "train/second/grad_norm" not in step
+        for agent in ("solver", "verifier"):
+            assert step[f"rollout/{agent}/logprob_gap_max"] < 1e-3
+    start, end = (
+        load_file(folder / "model.safetensors") for folder in (trained_model, workplace / "runs/frozen/export/second")
+    )
+    assert all(end[name].equal(tensor) for name, tensor in start.items())
