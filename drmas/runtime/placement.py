@@ -10,6 +10,7 @@ from drmas.agents.team import TeamConfig
 from drmas.config.schema import PolicyConfig, RunConfig
 from drmas.core.advantages import AdvantageRule
 from drmas.errors import ConfigError
+from drmas.policy.architecture import read_architecture
 from drmas_kernels.backend import choose
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -37,7 +38,7 @@ def check(config: RunConfig, team: TeamConfig, *, world: int) -> None:
 def describe(
     config: RunConfig, team: TeamConfig, rule: AdvantageRule, *, world: int, folders: Mapping[str, Path]
 ) -> dict[str, str]:
-    """Label -> line."""
+    """Label -> line. ModelError: a model of a family or shape that the trainer can't take in this layout."""
     rollout, agents = config.rollout, team.agents
     episodes = rollout.tasks_per_step * rollout.group_size
     lines = {
@@ -47,6 +48,7 @@ def describe(
         "advantage": f"{config.advantage.preset}: mean over {rule.mean}, std over {rule.std}, weighting by {rule.weighting}",
     }
     for name, policy in config.policies.items():
+        read_architecture(folders[name]).check_tensor_parallel(policy.tensor_parallel, policy=name)
         lines[f"policy {name}"] = _policy(policy, world, parameters(folders[name]))
     kernel = choose("linear_policy_loss")
     lines["kernels"] = f"{kernel.name}: {kernel.reason}"
