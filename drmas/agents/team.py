@@ -168,7 +168,7 @@ def _run_file(path: Path, module_name: str) -> None:
     except ConfigError:
         del sys.modules[module_name]
         raise
-    except Exception as error:  # a user's file may raise anything; it is named and nothing is hidden
+    except (Exception, SystemExit) as error:  # a user's file may raise anything; it is named and nothing is hidden
         del sys.modules[module_name]
         raise ConfigError(f"team.name: {path} can't be imported: {type(error).__name__}: {error}") from error
 

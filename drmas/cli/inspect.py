@@ -71,6 +71,21 @@ def read_rows(path: Path) -> list[InspectRow]:
     return rows
 
 
+def doubts(rows: Sequence[InspectRow]) -> list[str]:
+    """What rows of a real run would not say: taken as they stand, but worth a word on stderr."""
+    turns, rewards, found = set(), {}, []
+    for number, row in enumerate(rows, start=1):
+        place = (row.task, row.episode, row.agent, row.turn)
+        if place in turns:
+            found.append(f"row {number}: a second row of {'/'.join(map(str, place))}; under weighting by turn it counts again")
+        turns.add(place)
+        if row.status == "ok" and rewards.setdefault((row.task, row.episode), row.reward) != row.reward:
+            found.append(f"row {number}: another reward than the rows of {row.task}/{row.episode} before it")
+        if row.penalty < 0:
+            found.append(f"row {number}: penalty {row.penalty:g} raises the advantage")
+    return found
+
+
 def _row(line: str, where: str) -> InspectRow:
     try:
         record = json.loads(line)
@@ -117,7 +132,7 @@ def _number_or_none(value: Any) -> float | None:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    return number if math.isfinite(number) and abs(number) < 1e100 else None
 
 
 def _found(value: Any) -> str:

@@ -84,10 +84,12 @@ def inspect(
     if rows is None and step is None:
         raise ConfigError(f"inspect: --step is missing; expected which step of {plain[0]} to show")
 
-    from drmas.cli.inspect import inspect_rows, inspect_run
+    from drmas.cli.inspect import doubts, inspect_rows, inspect_run, read_rows
 
     if rows is not None:
         print(inspect_rows(rows, overrides, as_json=as_json))
+        for doubt in doubts(read_rows(rows)):
+            print(f"drmas: {rows}: {doubt}", file=sys.stderr)
     else:
         print(inspect_run(Path(plain[0]), step, overrides, as_json=as_json))
 

@@ -40,6 +40,9 @@ class Override:
     text: str | None
 
 
+TEAM_NAME = ("team", "name")
+
+
 def recipes() -> dict[str, str]:
     """The packaged recipes: name -> the comment on top of the file, which says what the recipe is."""
     found = {}
@@ -64,7 +67,7 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     origins: Origins = {(): source}
     _check(data, ROOT, (), origins)
     # what picks the shape of a section goes first: it drops the settings of the shape that the recipe had
-    for override in sorted(parse_overrides(overrides), key=lambda item: item.path[-1] != "type"):
+    for override in sorted(parse_overrides(overrides), key=lambda item: item.path[-1] != "type" and item.path != TEAM_NAME):
         _apply(data, override, origins)
     return _validate(RunConfig, data, (), origins)
 
@@ -190,8 +193,8 @@ def _apply(data: dict[str, Any], override: Override, origins: Origins) -> None:
         path.append(name)
         if position == len(override.path) - 1:
             value = _value(below, override)
-            if node.variants and name == "type" and table.get("type") != value:
-                # another shape of the section: the settings of the old one don't carry over
+            if ((node.variants and name == "type") or tuple(path) == TEAM_NAME) and table.get(name) != value:
+                # another shape of the section, another team: the settings of the old one don't carry over
                 table.clear()
             reshaped = below.variants and isinstance(value, dict) and "type" in value
             if isinstance(value, dict) and isinstance(table.get(name), dict):

@@ -90,7 +90,7 @@ class Controller:
         with self.timed("train", policy.name):
             tasks = list(dict.fromkeys(rows[i].task for i in mine))
             parts = split_updates(tasks, self.config.train.updates_per_step) if policy.config.trainable else []
-            if len(parts) != 1:  # only the first update sees the weights that sampled, so the gap is measured beforehand
+            if len(parts) != 1:  # a frozen policy has no update to measure the gap in, and a second one comes too late
                 sampled = [rows[i] for i in mine]
                 self.record.logprob_gap(sampled, policy.logprobs(sampled, [self.temperatures[row.agent] for row in sampled]))
             for part in map(set, parts):

@@ -22,7 +22,7 @@ def check(config: RunConfig, team: TeamConfig, *, world: int) -> None:
         if world % policy.tensor_parallel:
             raise ConfigError(
                 f"policies.{name}.tensor_parallel is {policy.tensor_parallel}, but the job has {world} rank(s); "
-                "it must divide them"
+                "it must divide them (launchers/torchrun/single_node.sh starts more ranks)"
             )
     for name, agent in team.agents.items():
         room = config.policies[agent.policy].engine.max_model_tokens

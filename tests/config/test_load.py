@@ -211,3 +211,8 @@ def test_a_section_given_whole_in_another_shape_replaces_the_old_one():
 def test_a_warm_start_needs_data_that_can_be_demonstrated():
     with pytest.raises(ConfigError, match="warm_start needs demonstrations, which data"):
         load("quickstart", ["--warm-start.steps", "3"])
+
+
+def test_another_team_drops_the_settings_of_the_recipes_team():
+    config = load("quickstart", ["--team.solver.max-tokens", "7", "--team.name", "single"])
+    assert config.team == {"name": "single", "solver": {"max_tokens": 7}}
