@@ -78,7 +78,8 @@ _SCRATCH = ("_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
 def init_distributed(*, timeout_seconds: float = 1800.0) -> None:
     """Join torchrun's processes, or form a world of one where torchrun's variables are missing (no port is opened for that).
 
-    `timeout_seconds` bounds how long a collective waits for a lost peer. Does nothing if a world exists.
+    `timeout_seconds` bounds how long a collective waits for a lost peer. Does nothing if a world exists. ConfigError: others
+    can't be met at torchrun's address, because its port is taken or nobody is there.
     """
     if dist.is_initialized():
         return
@@ -86,7 +87,14 @@ def init_distributed(*, timeout_seconds: float = 1800.0) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(host_platform.backend(), timeout=timeout)
+        try:
+            dist.init_process_group(host_platform.backend(), timeout=timeout)
+        except dist.DistError as error:
+            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise ConfigError(
+                f"the trainer processes can't meet at {place} (MASTER_ADDR, MASTER_PORT): {str(error).splitlines()[0]}; "
+                "torchrun without --master-port picks a free port"
+            ) from error
     else:
         dist.init_process_group(host_platform.backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,3 +86,14 @@ def test_a_world_of_one_opens_no_port():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["1", "False"]
+
+
+def test_a_port_in_use_is_one_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        where = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [str(Path(sys.executable).with_name("drmas")), "train", "arithmetic-tiny"]
+        done = subprocess.run(command, env={**os.environ, **where}, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"drmas: the trainer processes can't meet at 127.0.0.1:{port}")
+    assert "Traceback" not in done.stderr
