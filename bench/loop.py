@@ -1,4 +1,4 @@
-"""What the loop keeps of its parts' speed, in one run: `python bench/loop.py [--model SPEC] [--tasks N] [--repeats N]`.
+"""What the loop keeps of its parts' speed, in one run: `python bench/loop.py [--model SPEC] [--dtype DTYPE] [--tasks N]`.
 
 Rollout: one agent on N tasks through the collector (deterministic, as runs are), beside the same prompts and seeds put into an
 engine as one flat batch. Training: `PolicyTrainer.update` on 4 rows of 128 tokens, all response but the first, beside plain
@@ -39,7 +39,7 @@ RESPONSE_TOKENS, ROWS, ROW_TOKENS = 48, 4, 128
 
 def rollout(folder: Path, args: argparse.Namespace) -> tuple[float, float]:
     """Generated tokens per second: through the collector, and as one flat batch."""
-    config = EngineConfig(max_model_tokens=256, max_concurrent=args.tasks, kv_cache_bytes=2**28)
+    config = EngineConfig(dtype=args.dtype, max_model_tokens=256, max_concurrent=args.tasks, kv_cache_bytes=2**28)
     tasks = [Task(id=f"t{i}", question=" ".join(str(i + j) for j in range(12)), truth="") for i in range(args.tasks)]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     section = {"name": "single", "solver": {"prompt": "{question}", "parser": "text", "max_tokens": RESPONSE_TOKENS}}
@@ -79,7 +79,7 @@ def training(folder: Path, args: argparse.Namespace) -> tuple[float, float]:
     init_distributed()
     trainer = PolicyTrainer(
         "main",
-        PolicyConfig(model=str(folder)),
+        PolicyConfig(model=str(folder), dtype=args.dtype),
         model_path=folder,
         groups=Groups(),
         seed=0,
@@ -95,7 +95,7 @@ def training(folder: Path, args: argparse.Namespace) -> tuple[float, float]:
     ]
     share = 1.0 / (ROWS * len(zeros))
     batch = PolicyBatch(rows, [1.0] * ROWS, [share] * ROWS, [1.0] * ROWS, on_policy=True)
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype), attn_implementation="sdpa")
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-6, fused=True)
 
     def ours(_: int) -> int:
@@ -128,13 +128,14 @@ def best_rates(first: Callable[[int], int], second: Callable[[int], int], repeat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=PACKAGED)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--tasks", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     set_threads(cores)
     folder = resolve_model(args.model)
-    print(f"{args.model}, float32, {cores} cores, {args.tasks} tasks")
+    print(f"{args.model}, {args.dtype}, {cores} cores, {args.tasks} tasks")
     for name, other, (ours, theirs) in (
         ("rollout", "flat batch in the same engine", rollout(folder, args)),
         ("training", "transformers, same rows", training(folder, args)),

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -47,13 +49,13 @@ class TeamConfig(Section):
     """Agent, or field that holds a template -> the names that `run` fills it with. A template of these that asks for another
     name is refused when the configuration is read; one that isn't listed fails the episodes that use it."""
 
+    @abstractmethod
     async def run(self, task: Task, agents: Agents) -> str | None:
         """Solve `task` once, calling `agents`; the answer, or None for "no answer" (a reward of 0).
 
         Runs as one of many coroutines: hold no state on the team, await what takes time. Whatever it raises fails this
         episode alone (I3).
         """
-        raise NotImplementedError
 
     @property
     def agents(self) -> dict[str, AgentConfig]:
@@ -113,6 +115,8 @@ def load_team(section: Mapping[str, Any]) -> TeamConfig:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"team.name is {name!r}; expected the name of a team, or path/to/file.py:name")
     team = _find(name)
+    if inspect.isabstract(team):
+        raise ConfigError(f"team.name is {name!r}, whose class defines no `async def run(self, task, agents)`")
     try:
         return team.model_validate(settings)
     except ValidationError as error:

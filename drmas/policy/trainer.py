@@ -98,8 +98,10 @@ class PolicyTrainer:
         with self.groups.active(), self.rng.lent():
             yield
 
-    def update(self, batch: PolicyBatch) -> UpdateResult:
+    def update(self, batch: PolicyBatch, *, on_rows: Callable[[int], None] | None = None) -> UpdateResult:
         """One optimiser step on the exact weighted sum over the batch's rows (I5); `version` grows by one if it was applied.
+
+        `on_rows` hears of this rank's rows as they go through, microbatch by microbatch.
 
         DataError: a row that can't be trained on, such as one with a token of unknown version (I2). ConfigError: not trainable.
         """
@@ -111,11 +113,15 @@ class PolicyTrainer:
         if not included:
             idle = {"loss": 0.0, "grad_norm": 0.0, "lr": self.optimizer.lr, "tokens": 0.0, "skipped": 1.0}
             return UpdateResult(idle)
+
+        def after(hidden: torch.Tensor, packed: Packed, share: list[int]) -> tuple[torch.Tensor, torch.Tensor, AgentMetrics]:
+            if on_rows is not None:
+                on_rows(len(share))
+            return self._loss(batch, hidden, packed, share)
+
         with self.active():
             self.optimizer.zero_grad()
-            pieces = self._run(
-                self.optimizer.ddp, batch.rows, included, lambda hidden, packed, share: self._loss(batch, hidden, packed, share)
-            )
+            pieces = self._run(self.optimizer.ddp, batch.rows, included, after)
             outcome = self.optimizer.step()
         self.version += int(outcome.applied)
         metrics = AgentMetrics.zeros(len(self.agents), host_platform.device())

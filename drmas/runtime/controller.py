@@ -25,6 +25,7 @@ from drmas.policy.trainer import PolicyBatch, PolicyTrainer
 from drmas.runtime.driver import Driver
 from drmas.runtime.record import StepRecord
 from drmas.runtime.resume import Checkpoints, Share
+from drmas.telemetry.console import Console
 from drmas.types import Row
 from drmas.weights.sync import WeightSync
 
@@ -43,9 +44,11 @@ class Controller:
         driver: Driver | None,
         share: Share,
         checkpoints: Checkpoints,
+        console: Console,
     ) -> None:
         self.config, self.rule, self.policies, self.temperatures = config, rule, policies, temperatures
         self.syncs, self.driver, self.share, self.checkpoints = syncs, driver, share, checkpoints
+        self.console = console
         self.trainable = [policy for policy in policies.values() if policy.config.trainable]
         self.record = StepRecord()
 
@@ -87,7 +90,7 @@ class Controller:
     def update(self, policy: PolicyTrainer, rows: list[Row], values: Advantages) -> None:
         """The step's optimiser updates of one policy, each on its share of the tasks; a frozen one is only measured (I11)."""
         mine = [i for i, row in enumerate(rows) if row.policy == policy.name and values.values[i] is not None]
-        with self.timed("train", policy.name):
+        with self.timed("train", policy.name), self.console.progress(f"train {policy.name}", len(mine)) as on_rows:
             tasks = list(dict.fromkeys(rows[i].task for i in mine))
             parts = split_updates(tasks, self.config.train.updates_per_step) if policy.config.trainable else []
             if len(parts) != 1:  # a frozen policy has no update to measure the gap in, and a second one comes too late
@@ -97,7 +100,7 @@ class Controller:
                 chosen = [i for i in mine if rows[i].task in part]
                 if chosen:
                     batch = self.batch([rows[i] for i in chosen], [values.values[i] for i in chosen])
-                    self.record.update(policy.name, policy.update(batch))
+                    self.record.update(policy.name, policy.update(batch, on_rows=on_rows))
 
     def batch(self, rows: list[Row], advantage: list[float]) -> PolicyBatch:
         return PolicyBatch(

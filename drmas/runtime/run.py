@@ -106,6 +106,7 @@ class Job:
             driver=self.driver,
             share=self.share,
             checkpoints=self.checkpoints,
+            console=self.console,
         )
         controller.run(first_step)
         self.end(policies)

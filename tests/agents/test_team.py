@@ -109,3 +109,11 @@ def test_policies_are_checked_both_ways() -> None:
     with pytest.raises(ConfigError, match=r"team.verifier.policy is 'smal'; the nearest is 'small'"):
         check_policies(team, ["main", "small"])
     assert check_policies(team, {"main": 1, "smal": 2, "idle": 3}) == ["idle"]
+
+
+def test_a_team_without_a_procedure_is_refused(tmp_path) -> None:
+    file = tmp_path / "idle.py"
+    head = "from drmas.agents.team import TeamConfig, register_team"
+    file.write_text(f"{head}\n\n\n@register_team('idle')\nclass Idle(TeamConfig):\n    rounds: int = 1\n")
+    with pytest.raises(ConfigError, match="defines no `async def run"):
+        load_team({"name": f"{file}:idle"})

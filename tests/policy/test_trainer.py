@@ -221,6 +221,13 @@ def test_I5_microbatches_and_row_order_change_nothing(kit, trainer_of):
         assert kit.largest_difference(other, weights) < 1e-6
 
 
+def test_progress_counts_every_row_once(kit, trainer_of):
+    heard: list[int] = []
+    batch = kit.make_batch()
+    trainer_of("qwen3-tied", tokens_per_microbatch=1).update(batch, on_rows=heard.append)
+    assert heard == [1] * len(batch.rows)
+
+
 def test_I3_I4_excluded_rows_change_nothing(kit, trainer_of):
     plain, padded = trainer_of("qwen3-tied"), trainer_of("qwen3-tied")
     batch = kit.make_batch()
