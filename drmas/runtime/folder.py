@@ -21,8 +21,9 @@ FREE_TO_CHANGE = (
     *("name", "output", "train.steps", "train.threads", "checkpoint", "telemetry", "reward.timeout_seconds", "reward.workers"),
     *("rollout.max_concurrent_episodes", "rollout.episode_timeout_seconds"),
 )
-"""Sections and keys that a resumed run may set anew; any other difference would make it another run. (Another number of threads
-or of concurrent episodes may change the last bits of its sums.)"""
+"""Sections and keys that a resumed run may set anew; any other difference would make it another run. (Another number of threads,
+concurrent episodes or ranks, or another layout, may change the last bits of its sums.)"""
+FREE_OF_POLICIES = ("tensor_parallel", "sequence_parallel", "tokens_per_microbatch", "recompute")
 FREE_OF_ENGINES = ("max_restarts", "start_timeout_seconds", "request_timeout_seconds", "gpu_memory_fraction", "threads")
 
 
@@ -98,8 +99,9 @@ def check_same_run(then: dict[str, Any], config: RunConfig) -> None:
         changeable.remove("train.steps")  # the schedule is laid over the steps
     for key in sorted(before.keys() | now.keys()):
         free = any(key == name or key.startswith(f"{name}.") for name in changeable)
-        engine = key.startswith("policies.") and ".engine." in key and key.rpartition(".")[2] in FREE_OF_ENGINES
-        if not free and not engine and before.get(key) != now.get(key):
+        if key.startswith("policies."):
+            free |= key.rpartition(".")[2] in (FREE_OF_ENGINES if ".engine." in key else FREE_OF_POLICIES)
+        if not free and before.get(key) != now.get(key):
             raise CheckpointError(
                 f"{key} is {now.get(key)!r} but the run to resume has {before.get(key)!r}; "
                 "set it back, or start another run under another --name"

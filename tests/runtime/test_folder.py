@@ -88,6 +88,8 @@ def test_resume_of_nothing_or_with_overwrite_is_refused(config) -> None:
         ({"rollout": {"group_size": 3}}, "rollout.group_size is 3"),
         ({"policies": {"main": {"lr": 1.0}}}, "policies.main.lr is 1.0"),
         ({"policies": {"main": {"engine": {"max_restarts": 9}}}}, None),
+        ({"policies": {"main": {"tensor_parallel": 2, "tokens_per_microbatch": 99}}}, None),
+        ({"policies": {"main": {"engine": {"tensor_parallel": 2}}}}, "policies.main.engine.tensor_parallel is 2"),
         ({"policies": {"main": {"engine": {"max_model_tokens": 99}}}}, "policies.main.engine.max_model_tokens is 99"),
         ({"policies": {"main": {"lr_schedule": "cosine"}}, "train": {"steps": 99}}, "policies.main.lr_schedule is 'cosine'"),
     ],
