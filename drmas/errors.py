@@ -36,6 +36,10 @@ class EngineError(DrmasError, RuntimeError):
     """The engine refused one request (prompt too long, bad ids); the engine itself is unharmed."""
 
 
+class EngineTimeout(EngineError):
+    """The engine answers, but did not answer this request in time."""
+
+
 class EngineDied(EngineError):
     """The engine's process is gone or no longer answers; carries the tail of its log."""
 

@@ -75,7 +75,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an episode has no reward (I3). `transient`: the engine died under it, and it may run again on a new one."""
+    """Why an episode has no reward (I3). `transient`: an engine died or stalled under it, and it may run again."""
 
     kind: FailureKind
     message: str

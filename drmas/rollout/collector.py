@@ -25,7 +25,7 @@ from drmas.agents.chat import ChatRenderer
 from drmas.agents.team import TeamConfig
 from drmas.config.schema import RolloutConfig
 from drmas.core.seeds import sample_seed
-from drmas.errors import EngineDied, EngineError
+from drmas.errors import EngineDied, EngineError, EngineTimeout
 from drmas.rollout.engine import Completion, Engine, Sampling
 from drmas.rollout.gate import Gate
 from drmas.types import Episode, Failure, FailureKind, Task
@@ -148,7 +148,9 @@ class _Rollout:
             await calls.close()
             episode.seconds = time.perf_counter() - started
         if calls.engine_error is not None:
-            _fail(episode, "engine", str(calls.engine_error), transient=isinstance(calls.engine_error, EngineDied))
+            _fail(
+                episode, "engine", str(calls.engine_error), transient=isinstance(calls.engine_error, EngineDied | EngineTimeout)
+            )
 
     async def _finish(self, episode: Episode) -> None:
         """Grade the answer of an episode that didn't fail, and report."""
@@ -163,7 +165,8 @@ class _Rollout:
                 else:
                     _fail(episode, "grader", f"the reward is {reward}; expected a finite number")
         if episode.failure is not None:
-            logger.warning("episode %s failed (%s): %s", episode.id, episode.failure.kind, episode.failure.message)
+            first_line = episode.failure.message.partition("\n")[0]
+            logger.warning("episode %s failed (%s): %s", episode.id, episode.failure.kind, first_line)
         if self._on_progress is not None:
             self._on_progress(episode)
 

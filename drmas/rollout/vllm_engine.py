@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from drmas.config.schema import EngineConfig
-from drmas.errors import EngineDied, EngineError, EngineStartError
+from drmas.errors import EngineDied, EngineError, EngineStartError, EngineTimeout
 from drmas.rollout.engine import Completion, Sampling
 from drmas.rollout.vllm_connection import Connection
 from drmas.rollout.vllm_launch import engine_device, engine_environment, launch
@@ -105,7 +105,7 @@ class VllmEngine:
             late = f"gave no response to {key} within {timeout:g} s (policies.{self._name}.engine.request_timeout_seconds)"
             if not await _answers(connection):
                 raise connection.give_up(f"{late}, nor to anything else") from None
-            raise EngineError(f"engine {self._name} {late}") from None
+            raise EngineTimeout(f"engine {self._name} {late}") from None
         finally:
             connection.forget(number)
         return self._completion(answer, len(prompt), key)

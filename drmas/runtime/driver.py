@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,9 @@ class Driver:
         try:
             if self.pending is None:
                 self.pending = self._begin(step)
-            if not self._dead():
-                self._run(self.pending)
+            for _ in range(2):  # a stall takes requests along and leaves the engine: what it took runs once more
+                if not self._dead():
+                    self._run(self.pending)
             if dead := self._dead():
                 for name in dead:
                     self._restart(name)
@@ -95,6 +97,8 @@ class Driver:
             metrics[f"engine/{name}/peak_memory_bytes"] = engine.stats()["peak_memory_bytes"]
         self.metrics.write(step, metrics)
         self.console.step(step, self.config.train.steps, metrics)
+        if self.stop_requested and step < self.config.train.steps:
+            self.console.note(f"stopped after step {step} of {self.config.train.steps}; --resume goes on from there")
         return self.stop_requested
 
     def state(self) -> dict[str, Any]:
@@ -116,7 +120,7 @@ class Driver:
     def _begin(self, step: int) -> Pending:
         """The step's tasks. Every engine starts it without cached prefixes, whether or not its weights changed (I9)."""
         for engine in self.engines.values():
-            if engine.alive:
+            with suppress(EngineDied):  # it is started anew before the step runs
                 engine.pause()
                 engine.resume()
         before = self.source.state()

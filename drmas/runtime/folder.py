@@ -21,8 +21,8 @@ FREE_TO_CHANGE = (
     *("name", "output", "train.steps", "train.threads", "checkpoint", "telemetry", "reward.timeout_seconds", "reward.workers"),
     *("rollout.max_concurrent_episodes", "rollout.episode_timeout_seconds"),
 )
-"""Sections and keys that a resumed run may set anew; any other difference would make it another run. (Another number of threads,
-concurrent episodes or ranks, or another layout, may change the last bits of its sums.)"""
+"""Sections and keys that a resumed run may set anew; any other difference would make it another run. (Another number of
+threads, concurrent episodes or ranks, or another layout, may change the last bits of its sums.)"""
 FREE_OF_POLICIES = ("tensor_parallel", "sequence_parallel", "tokens_per_microbatch", "recompute")
 FREE_OF_ENGINES = ("max_restarts", "start_timeout_seconds", "request_timeout_seconds", "gpu_memory_fraction", "threads")
 
@@ -49,7 +49,10 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._lock.close()
+            self._lock = None
             raise ConfigError(f"another process writes to {self.path}; wait for it, or use another --name") from None
+        self._put_back()  # what a killed process left between `open` and `settle`
         before = self._settings_there()
         if before is None and self.path.exists() and any(self.path.iterdir()):
             raise ConfigError(f"{self.path} is not the folder of a run; use another --name or --output")
@@ -73,14 +76,24 @@ class RunFolder:
         shutil.rmtree(self._aside, ignore_errors=True)
 
     def close(self) -> None:
-        """Give the folder back; if the run never settled, put back what it would have replaced."""
-        if self._aside.exists():
-            shutil.rmtree(self.path, ignore_errors=True)
-            self._aside.rename(self.path)
-        elif self.path.exists() and not any(self.path.iterdir()):
+        """Give the folder back; if the run never settled, put back what it would have replaced. Nothing without the lock."""
+        if self._lock is None:
+            return
+        self._put_back()
+        if self.path.exists() and not any(self.path.iterdir()):
             self.path.rmdir()
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.close()
+        self._lock = None
+
+    def _put_back(self) -> None:
+        """The replaced run returns, unless the run that replaces it has settled."""
+        if not self._aside.exists():
+            return
+        if self._settings_there() is not None:
+            shutil.rmtree(self._aside)
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._aside.rename(self.path)
 
     def _settings_there(self) -> dict[str, Any] | None:
         file = self.path / "config.json"

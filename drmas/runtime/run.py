@@ -96,6 +96,8 @@ class Job:
         if state:
             self.checkpoints.load(state["step"], policies)
             first_step = state["step"] + 1
+            if first_step > self.config.train.steps:
+                self.console.note(f"the run is at step {state['step']} already; --train.steps N makes it longer")
         self.share(lambda: self.start_driver(folders, state))
         controller = Controller(
             self.config,

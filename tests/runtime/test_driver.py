@@ -8,7 +8,7 @@ from drmas.agents.team import load_team
 from drmas.core.advantages import advantages, resolve
 from drmas.envs.rewards import make_reward
 from drmas.envs.source import TaskSource
-from drmas.errors import EngineDied, EngineError, SyncError
+from drmas.errors import EngineDied, EngineError, EngineTimeout, SyncError
 from drmas.rollout.collector import Collector
 from drmas.rollout.scripted import ScriptedEngine
 from drmas.runtime.driver import Driver
@@ -121,3 +121,23 @@ def test_after_a_push(make) -> None:
     )
     assert driver.after_push("main", EngineDied("gone")) == {"fatal": None, "again": True}
     assert driver.restarts == {"main": 1}
+
+
+def test_a_stalled_request_takes_its_episode_along_which_runs_once_more(make) -> None:
+    teacher = Teacher()
+    answer, stalls = teacher.__call__, [1]
+
+    def stalling(prompt: str, key: str) -> str:
+        if teacher.count in stalls:
+            stalls.clear()
+            raise EngineTimeout("no response in time")
+        return answer(prompt, key)
+
+    driver = make(stalling)
+    message = driver.collect(1)
+    assert (message["fatal"], message["restarted"]) == (None, [])
+    assert [row["status"] for row in message["rows"]] == ["ok"] * 8
+    assert driver.pending.retried == 1
+    hopeless = make(lambda prompt, key: (_ for _ in ()).throw(EngineTimeout("no response in time")))
+    assert hopeless.collect(1)["fatal"].startswith("all 4 episodes of step 1 failed; the first with engine:")
+    assert hopeless.pending.retried == 4

@@ -62,6 +62,33 @@ def test_two_processes_cant_write_one_folder(config) -> None:
     first.close()
 
 
+def test_a_process_that_was_refused_touches_nothing(config) -> None:
+    with_results(RunFolder(config))
+    first = RunFolder(config)
+    first.open(resume=False, overwrite=True)
+    refused = RunFolder(config)
+    with pytest.raises(ConfigError, match="another process writes"):
+        refused.open(resume=False, overwrite=False)
+    refused.close()
+    assert first.path.is_dir()
+    assert not (first.path / "metrics.jsonl").exists()
+    first.settle()
+    first.close()
+    assert sorted(path.name for path in first.path.iterdir()) == ["config.json", "environment.json"]
+
+
+def test_a_run_that_was_set_aside_by_a_killed_process_is_back_for_the_next(config) -> None:
+    with_results(RunFolder(config))
+    killed = RunFolder(config)
+    killed.open(resume=False, overwrite=True)
+    (killed.path / "half").write_text("x")
+    killed._lock.close()  # as the system closes it when the process dies
+    resumed = RunFolder(config)
+    resumed.open(resume=True, overwrite=False)
+    resumed.close()
+    assert (resumed.path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
 def test_a_folder_that_is_no_run_is_never_touched(config) -> None:
     folder = Path(config.output) / config.name
     folder.mkdir()
