@@ -46,9 +46,9 @@ class InspectRow:
     record: dict[str, Any]
 
 
-def inspect_rows(path: Path, overrides: Sequence[str], *, as_json: bool) -> str:
-    """The answer for a rows file; DataError names the file and line of the first bad row."""
-    return _answer(read_rows(path), load_advantage(overrides), as_json)
+def inspect_rows(rows: Sequence[InspectRow], overrides: Sequence[str], *, as_json: bool) -> str:
+    """The groups of `rows` under the default rule with `--advantage.*` overrides on top."""
+    return _answer(rows, load_advantage(overrides), as_json)
 
 
 def inspect_run(run_dir: Path, step: int, overrides: Sequence[str], *, as_json: bool) -> str:

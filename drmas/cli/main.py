@@ -87,8 +87,9 @@ def inspect(
     from drmas.cli.inspect import doubts, inspect_rows, inspect_run, read_rows
 
     if rows is not None:
-        print(inspect_rows(rows, overrides, as_json=as_json))
-        for doubt in doubts(read_rows(rows)):
+        found = read_rows(rows)
+        print(inspect_rows(found, overrides, as_json=as_json))
+        for doubt in doubts(found):
             print(f"drmas: {rows}: {doubt}", file=sys.stderr)
     else:
         print(inspect_run(Path(plain[0]), step, overrides, as_json=as_json))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from drmas.cli.inspect import inspect_rows, inspect_run, read_rows
+from drmas.cli.inspect import doubts, inspect_rows, inspect_run, read_rows
 from drmas.errors import ConfigError, DataError
 from drmas.telemetry.episodes import write_episodes
 from drmas.types import Episode, Failure, Task, Turn
@@ -25,7 +25,7 @@ ROWS = [
 
 
 def as_json(path, *overrides):
-    return json.loads(inspect_rows(path, overrides, as_json=True))
+    return json.loads(inspect_rows(read_rows(path), overrides, as_json=True))
 
 
 def test_every_row_comes_back_in_order_with_its_advantage_and_its_own_keys(rows_file):
@@ -58,7 +58,7 @@ def test_overrides_change_the_rule(rows_file):
 
 
 def test_the_text_lists_segments_flags_factors_and_every_row(rows_file):
-    text = inspect_rows(rows_file(*ROWS), [], as_json=False)
+    text = inspect_rows(read_rows(rows_file(*ROWS)), [], as_json=False)
     lines = text.splitlines()
     assert "advantage.preset dr-mas:  mean=agent  std=agent" in lines[0]
     assert "segments of the mean (taken off) and of the std (divided by)" in text
@@ -74,7 +74,7 @@ def test_the_text_lists_segments_flags_factors_and_every_row(rows_file):
 
 
 def test_two_scopes_give_two_tables(rows_file):
-    text = inspect_rows(rows_file(*ROWS), ["--advantage.std", "task"], as_json=False)
+    text = inspect_rows(read_rows(rows_file(*ROWS)), ["--advantage.std", "task"], as_json=False)
     first, second = text.index("segments of the mean (taken off)\n"), text.index("segments of the std (divided by)\n")
     assert "t / solver" in text[first:second]
     assert "t / solver" not in text[second : text.index("inflation factor")]
@@ -138,9 +138,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, rows_file):
 
 def test_an_unknown_preset_or_option_is_a_configuration_error(rows_file):
     with pytest.raises(ConfigError, match="the nearest is 'grpo'"):
-        inspect_rows(rows_file(*ROWS), ["--advantage.preset", "grop"], as_json=True)
+        inspect_rows(read_rows(rows_file(*ROWS)), ["--advantage.preset", "grop"], as_json=True)
     with pytest.raises(ConfigError, match="--foo: unknown option"):
-        inspect_rows(rows_file(*ROWS), ["--foo", "3"], as_json=True)
+        inspect_rows(read_rows(rows_file(*ROWS)), ["--foo", "3"], as_json=True)
 
 
 @pytest.fixture
@@ -193,3 +193,15 @@ def test_an_unknown_step_lists_the_known_ones(run_dir):
 def test_a_folder_that_is_no_run_is_named(tmp_path):
     with pytest.raises(DataError, match=r"config\.json: can't be read"):
         inspect_run(tmp_path, 1, [], as_json=True)
+
+
+def test_rows_that_no_run_would_write_are_taken_and_named(rows_file):
+    row = {"task": "a", "episode": "e", "agent": "s", "turn": 0, "reward": 1.0}
+    sound = read_rows(rows_file(row, {**row, "turn": 1}, {**row, "episode": "f", "reward": 0.0}))
+    assert doubts(sound) == []
+    odd = read_rows(rows_file(row, row, {**row, "turn": 1, "reward": 0.0}, {**row, "turn": 2, "penalty": -1}))
+    assert doubts(odd) == [
+        "row 2: a second row of a/e/s/0; under weighting by turn it counts again",
+        "row 3: another reward than the rows of a/e before it",
+        "row 4: penalty -1 raises the advantage",
+    ]
