@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import os
 
-# The suite states exact numerics of the CPU, so a GPU is hidden from it and from every process that it starts. CUDA reads this
-# once, at its first use: it stands before anything that imports torch.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# The suite states exact numerics of the CPU, so a GPU is hidden from it and from every process that it starts, unless the
+# kernels' tests are asked to run on one (DRMAS_TEST_DEVICE=cuda pytest tests/kernels). CUDA reads this once, at its first use.
+# Triton decides at its import whether kernels can be interpreted; its variable is gone again before anything else is imported,
+# so that no process inherits it. Hence all this stands before anything that imports torch.
+if os.environ.get("DRMAS_TEST_DEVICE") != "cuda":
+    os.environ.update({"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"})
+
+import triton.experimental.gluon
+
+os.environ.pop("TRITON_INTERPRET", None)
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -176,10 +176,13 @@ def _backends(has_gpu: bool) -> Iterator[Check]:
     yield Check("triton", triton or "not installed", reason=usable if triton else "the kernels run in torch")
     if find_spec("torch") is None:
         return
+    import torch
+
     from drmas_kernels.backend import choose
 
     for op in KERNELS:
-        backend = choose(op)
+        on_gpu = torch.cuda.is_available() and op != "segment_advantage"  # advantages are computed where the rows are
+        backend = choose(op, "cuda" if on_gpu else "cpu")
         yield Check(f"kernel {op}", backend.name, reason=backend.reason)
 
 

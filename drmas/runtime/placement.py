@@ -10,6 +10,7 @@ from drmas.agents.team import TeamConfig
 from drmas.config.schema import PolicyConfig, RunConfig
 from drmas.core.advantages import AdvantageRule
 from drmas.errors import ConfigError
+from drmas.policy import host_platform
 from drmas.policy.architecture import read_architecture
 from drmas_kernels.backend import choose
 
@@ -50,7 +51,7 @@ def describe(
     for name, policy in config.policies.items():
         read_architecture(folders[name]).check_tensor_parallel(policy.tensor_parallel, policy=name)
         lines[f"policy {name}"] = _policy(policy, world, parameters(folders[name]))
-    kernel = choose("linear_policy_loss")
+    kernel = choose("linear_policy_loss", host_platform.device())
     lines["kernels"] = f"{kernel.name}: {kernel.reason}"
     return lines
 

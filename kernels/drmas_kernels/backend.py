@@ -1,10 +1,36 @@
-"""Which implementation of an operation runs, and why. Read by `drmas doctor` and `--dry-run`."""
+"""Which implementation of an operation runs, and why. Read by the operations, `drmas doctor` and `--dry-run`.
+
+There are two: "torch" runs on any device and is the specification; "triton" runs on NVIDIA GPUs, and on CPU tensors only in
+Triton's interpreter, for tests. `use` and the environment variable DRMAS_KERNELS override the choice, `use` first.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
-OPS = ("segment_advantage", "linear_logprob", "linear_policy_loss", "policy_loss", "squared_norms", "adamw_step")
+import torch
+
+OPS = (
+    "segment_advantage",
+    "linear_logprob",
+    "linear_policy_loss",
+    "logprob",
+    "policy_loss",
+    "squared_norms",
+    "adamw_step",
+)
+BACKENDS = ("torch", "triton")
+VARIABLE = "DRMAS_KERNELS"
+OLDEST = (8, 0)
+"""The compute capability from which on the tile tables have entries."""
+
+_override: ContextVar[str | None] = ContextVar("drmas_kernels_backend", default=None)
 
 
 class Backend(NamedTuple):
@@ -12,11 +38,54 @@ class Backend(NamedTuple):
     reason: str
 
 
-def choose(op: str) -> Backend:
-    """The implementation of `op` (one of `OPS`). ValueError: there is no such operation.
+@contextmanager
+def use(name: str) -> Iterator[None]:
+    """Run the operations called inside with this implementation. ValueError: there is no such one, or it can't run here."""
+    _check(name, "the backend")
+    token = _override.set(name)
+    try:
+        yield
+    finally:
+        _override.reset(token)
 
-    Example: choose("policy_loss") == Backend("torch", "the Triton kernels are not part of this build")
+
+def choose(op: str, device: torch.device | str = "cpu") -> Backend:
+    """The implementation of `op` (one of `OPS`) for tensors on `device`. ValueError: no such operation, or a wrong override.
+
+    Example: choose("policy_loss") == Backend("torch", "Triton compiles for NVIDIA GPUs and the tensors are on cpu")
     """
     if op not in OPS:
         raise ValueError(f"op is {op!r}; expected one of {', '.join(OPS)}")
-    return Backend("torch", "the Triton kernels are not part of this build")
+    forced = _override.get()
+    if forced is not None:
+        return Backend(forced, "asked for by drmas_kernels.backend.use")
+    forced = os.environ.get(VARIABLE)
+    if forced:
+        _check(forced, VARIABLE)
+        return Backend(forced, f"asked for by {VARIABLE}")
+    return _automatic(torch.device(device))
+
+
+def _check(name: str, origin: str) -> None:
+    if name not in BACKENDS:
+        raise ValueError(f"{origin} is {name!r}; expected one of {', '.join(BACKENDS)}")
+    if name == "triton" and not _installed():
+        raise ValueError(f"{origin} is 'triton', but the package triton is not installed")
+
+
+def _automatic(device: torch.device) -> Backend:
+    if device.type != "cuda":
+        return Backend("torch", f"Triton compiles for NVIDIA GPUs and the tensors are on {device.type}")
+    if not _installed():
+        return Backend("torch", "the package triton is not installed")
+    if torch.version.hip is not None:
+        return Backend("torch", "the tile tables are for NVIDIA GPUs, this torch is for AMD's")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
+        return Backend("torch", f"the tile tables begin with sm_80, the device is sm_{capability[0]}{capability[1]}")
+    return Backend("triton", f"compiled for sm_{capability[0]}{capability[1]}")
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("triton") is not None
