@@ -16,29 +16,49 @@ from drmas_kernels.segment_advantage import segment_advantage
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=80)
 
 
-def run(reward, penalty=None, *, mean=None, std=None, episode=None, included=None, **options):
+def run(
+    reward, penalty=None, *, mean=None, std=None, episode=None, included=None, dtype=torch.float64, device="cpu", **options
+):
     """The kernel on lists; segments default to one for all rows, "none" leaves a statistic out."""
     rows = len(reward)
 
     def ids(value):
-        return None if value == "none" else torch.tensor([0] * rows if value is None else value, dtype=torch.int64)
+        return None if value == "none" else torch.tensor([0] * rows if value is None else value, device=device).long()
 
     return segment_advantage(
-        torch.tensor(reward, dtype=torch.float64),
-        torch.tensor(penalty if penalty is not None else [0.0] * rows, dtype=torch.float64),
+        torch.tensor(reward, dtype=dtype, device=device),
+        torch.tensor(penalty if penalty is not None else [0.0] * rows, dtype=dtype, device=device),
         mean_segment=ids(mean),
         std_segment=ids(std),
-        episode=torch.tensor(episode if episode is not None else range(rows), dtype=torch.int64),
-        included=torch.tensor(included if included is not None else [True] * rows, dtype=torch.bool),
+        episode=torch.tensor(list(episode if episode is not None else range(rows)), dtype=torch.int64, device=device),
+        included=torch.tensor(included if included is not None else [True] * rows, dtype=torch.bool, device=device),
         **options,
     )
 
 
-def oracle(reward, penalty, mean, std, episode, included, *, weighting, ddof, eps, singleton, penalty_inside, leave_one_out):
+def oracle(
+    reward,
+    penalty,
+    mean,
+    std,
+    episode,
+    included,
+    *,
+    weighting,
+    ddof,
+    eps,
+    singleton,
+    penalty_inside,
+    leave_one_out,
+    min_std=0.0,
+):
     """The contract, one row at a time, on Python floats."""
 
     def constant(x):
-        return statistics.pstdev(x) <= 4 * sys.float_info.epsilon * max(map(abs, x))
+        return statistics.pstdev(x) <= 4 * sys.float_info.epsilon * max(map(abs, x)) or spread(x) < min_std
+
+    def spread(x):
+        return math.sqrt(sum((v - fmean(x)) ** 2 for v in x) / (len(x) - ddof))
 
     score = [r - p if penalty_inside else r for r, p in zip(reward, penalty, strict=True)]
     rows = [i for i in range(len(reward)) if included[i]]
@@ -65,7 +85,7 @@ def oracle(reward, penalty, mean, std, episode, included, *, weighting, ddof, ep
         if std != "none":
             x = units(std, std[i])
             if len(x) > 1:
-                divisor = math.sqrt(sum((v - fmean(x)) ** 2 for v in x) / (len(x) - ddof)) + eps
+                divisor = spread(x) + eps
             zero |= (len(x) > 1 and constant(x)) or (len(x) == 1 and singleton == "zero")
         if mean != "none":
             x = units(mean, mean[i])
@@ -277,6 +297,7 @@ def test_the_result_has_the_dtype_of_the_reward():
         ({"reward": [1.0, 0.0], "weighting": "row"}, "weighting is 'row'; expected one of turn, episode"),
         ({"reward": [1.0, 0.0], "singleton": "one"}, "singleton is 'one'; expected one of zero, raw"),
         ({"reward": [1.0, 0.0], "mean": "none", "leave_one_out": True}, "leave_one_out needs mean_segment"),
+        ({"reward": [1.0], "std": [3], "num_std_segments": 3}, "std_segment holds the id 3, but the number of segments is 3"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
