@@ -8,24 +8,34 @@ Contract
   b = w_t entropy_bonus, H the entropy and p = e^u / s,
       dz_v = p_v (b (log p_v + H) - g) + g [v = y],   dH = dz W / temperature,   dW = dz^T h / temperature
   That is three matrix products, 6 T H V FLOP, where recomputing the logits in the backward pass costs 8 T H V. It needs the
-  loss's upstream gradient in advance: `grad_scale`. Backward compares it with what arrives and raises if they differ.
+  loss's upstream gradient in advance: `grad_scale`. Backward compares it with what arrives and raises if they differ (on a GPU
+  by an assertion on the device, which waits for nothing). The objective "gspo" needs the log-probs of whole rows before the
+  first slope: it goes by way of `linear_logprob`, at 8 T H V.
+  `linear_logprob` has a gradient too, for callers with a loss of their own: backward takes any upstream gradient per token, in
+  g = d loss / d logprob and b = -d loss / d entropy, and computes the logits again.
 
-  hidden [T, H] and weight [v, H]: fp32 or bf16, the same dtype; target [T] int64. Logits, statistics and dW are fp32. bf16 is
-  widened block by block for the products, which is exact; dH is summed in fp32 and rounded once to the dtype of hidden. Where
-  `weight.main_grad` (fp32) exists, dW is added to it in the forward pass and the gradient returned for weight is the stand-in
-  that Megatron's hooks expect; else dW is returned in the dtype of weight.
+  hidden [T, H] and weight [v, H]: fp32 or bf16, the same dtype; target [T] int64. Logits, statistics and dW are fp32. bf16
+  products have fp32 results: on GPUs by tensor cores, elsewhere widened block by block, which is exact. dH is summed in fp32
+  and rounded once to the dtype of hidden. Where `weight.main_grad` (fp32) exists, dW is added to it (by `linear_policy_loss`
+  in the forward pass) and the gradient returned for weight is the stand-in that Megatron's hooks expect; else dW is returned
+  in the dtype of weight.
 
-  Tokens of weight 0 are dropped before the first product: exactly 0 loss, log-prob, dH, dW and metrics, even if their hidden
-  row or target is garbage. No token left: loss 0, gradients 0. Columns at or past `vocab_size` (padding) never enter, even if
-  their weights are NaN. A logit that is not finite shows as a NaN loss.
+  Tokens of weight 0 (in `linear_logprob`'s backward: of upstream gradient 0) are dropped before the first product: exactly 0
+  loss, log-prob, dH, dW and metrics, even if their hidden row or target is garbage. No token left: loss 0, gradients 0. Columns
+  at or past `vocab_size` (padding) never enter, even if their weights are NaN. A logit that is not finite shows as a NaN loss.
 
   Vocabulary-parallel: `weight` is the shard that starts at `vocab_start`, `group` a process group whose ranks hold the same
-  hidden and token arguments, shards of equal size in rank order. One collective per chunk, an all-gather of (m, s, q, z_y) per
-  token, merged in rank order, so log-probs, entropies and losses have the same bits on all ranks. dH is this shard's PARTIAL
-  sum: the caller adds the ranks up.
+  hidden and token arguments, shards of equal size in rank order. One collective per chunk (per call where no gradient is formed
+  by kernels), an all-gather of (m, s, q, z_y) per token, merged in rank order, so log-probs, entropies and losses have the same
+  bits on all ranks. dH is this shard's PARTIAL sum: the caller adds the ranks up.
 
-  Memory: one [chunk, v] fp32 buffer of at most 128 MiB by default, beside inputs and gradients. Deterministic: no atomics,
-  fixed order. The chunk size changes results only by the rounding of the products (numerics.LOGPROB).
+  Memory: one [chunk, v] fp32 buffer of at most 128 MiB by default, beside inputs and gradients (the kernels keep a bf16 copy of
+  it for bf16 products, and need none where no gradient is wanted). Deterministic: no atomics, fixed order. The chunk size
+  changes results only by the rounding of the products (numerics.LOGPROB).
+
+  Values are checked: targets, rows, agents and temperatures out of range raise. That waits for a GPU, and so does looking for
+  the tokens that have weight. `check_values=False` and `index` (their positions, which whoever packed the batch knows) avoid
+  both; a target or row out of range then gives a NaN loss.
 
 Gradients in forward follow Liger's fused head, the shifted moment and the packed all-gather are this project's.
 """
@@ -33,28 +43,27 @@ Gradients in forward follow Liger's fused head, the shifted moment and the packe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drmas_kernels import _head_chunks
+from drmas_kernels._head_chunks import Shard, Sink, TorchSteps, TritonSteps
+from drmas_kernels.backend import choose
 from drmas_kernels.policy_loss import (
     AgentMetrics,
     PolicyLossOptions,
     TokenInputs,
     check_range,
+    evaluate,
+    policy_loss_of,
     select_tokens,
-    token_terms,
-    weighted_terms,
+    weighted_slope,
 )
-
-_CHUNK_BYTES = 128 * 2**20
-_WIDEN_BYTES = 16 * 2**20
-_CACHE_BYTES = 2 * 2**20
-_LOWEST = -1e30
-"""Stands for the maximum of a shard without columns: finite, so that differences of maxima times 0 stay 0."""
+from drmas_kernels.vocab_statistics import logprob_and_entropy
 
 
 class PolicyLoss(NamedTuple):
@@ -75,225 +84,179 @@ def linear_logprob_reference(
     return logprobs.gather(1, target[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
 
 
-class _Shard:
-    """The local columns of the vocabulary: which they are, their products with hidden rows, and how ranks merge."""
+class _Columns(NamedTuple):
+    """Which columns of the vocabulary a weight holds, in words that a custom operator can take."""
 
-    def __init__(self, weight: Tensor, vocab_start: int, vocab_size: int | None, group: Any) -> None:
-        self.group, self.start = group, vocab_start
-        self.world = 1 if group is None else dist.get_world_size(group)
-        self.vocab_size = weight.shape[0] * self.world if vocab_size is None else vocab_size
-        self.size = min(max(self.vocab_size - vocab_start, 0), weight.shape[0])
-        self.weight = weight.detach()[: self.size]
+    start: int
+    vocab_size: int
+    group: str
+    """The process group's name, "" for none."""
+    chunk: int
+    """Tokens per chunk, 0 for what fits."""
 
-    def blocks(self) -> list[slice]:
-        """Pieces of the shard that are widened to fp32 at a time; fp32 needs no widening and is one piece."""
-        rows = self.size
-        if self.weight.dtype != torch.float32:
-            rows = max(1, _WIDEN_BYTES // (4 * self.weight.shape[1]))
-        return [slice(first, min(first + rows, self.size)) for first in range(0, self.size, max(rows, 1))]
-
-    def logits(self, hidden: Tensor, out: Tensor) -> None:
-        """out [Tc, size] = hidden W^T, for fp32 hidden."""
-        for part in self.blocks():
-            torch.mm(hidden, self.weight[part].float().t(), out=out[:, part])
-
-    def hidden_grad(self, dlogits: Tensor, out: Tensor) -> None:
-        """out [Tc, H] = dlogits W."""
-        out.zero_()
-        for part in self.blocks():
-            out.addmm_(dlogits[:, part], self.weight[part].float())
-
-    def add_weight_grad(self, dlogits: Tensor, hidden: Tensor, out: Tensor) -> None:
-        """out [v, H] += dlogits^T hidden; rows of padding columns stay as they are."""
-        out[: self.size].addmm_(dlogits.t(), hidden)
-
-    def locate(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows whose target is on this shard, and its column there."""
-        column = target - self.start
-        rows = ((column >= 0) & (column < self.size)).nonzero().squeeze(1)
-        return rows, column[rows]
-
-    def merge(self, statistics: Tensor) -> Tensor:
-        """[Tc, 4] of (m, s, q, z_y) over all shards; the identity for one."""
-        if self.world == 1:
-            return statistics
-        parts = [torch.empty_like(statistics) for _ in range(self.world)]
-        dist.all_gather(parts, statistics, group=self.group)
-        largest = parts[0][:, 0]
-        for part in parts[1:]:
-            largest = torch.maximum(largest, part[:, 0])
-        total = torch.zeros_like(statistics)
-        for part in parts:
-            shift = part[:, 0] - largest
-            factor = shift.exp()
-            total[:, 1] += factor * part[:, 1]
-            total[:, 2] += factor * (part[:, 2] + shift * part[:, 1])
-            total[:, 3] += part[:, 3]
-        total[:, 0] = largest
-        return total
+    def shard(self, weight: Tensor) -> Shard:
+        group = dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
+        return Shard(weight, self.start, self.vocab_size, group)
 
 
-def _row_blocks(matrix: Tensor) -> Iterator[slice]:
-    """Rows that fit the cache together: several operations then read and write memory once. A GPU takes all rows at once."""
-    rows = matrix.shape[0]
-    if not matrix.is_cuda:
-        rows = max(1, _CACHE_BYTES // (4 * max(matrix.shape[1], 1)))
-    for first in range(0, matrix.shape[0], max(rows, 1)):
-        yield slice(first, min(first + rows, matrix.shape[0]))
+def _steps(op: str, weight: Tensor, keep_shifted: bool) -> TorchSteps | TritonSteps:
+    if choose(op, weight.device).name == "triton":
+        return TritonSteps(weight.dtype)
+    return TorchSteps(keep_shifted)
 
 
-def _shift_and_exponentiate(logits: Tensor, target_rows: Tensor, target_columns: Tensor, keep_shifted: bool) -> Tensor:
-    """The shard's (m, s, q, z_y) per token [Tc, 4]. `logits` becomes e^u in place, or u with `keep_shifted`."""
-    tokens, columns = logits.shape
-    statistics = logits.new_zeros(tokens, 4)
-    if columns == 0:
-        statistics[:, 0] = _LOWEST
-        return statistics
-    statistics[target_rows, 3] = logits[target_rows, target_columns]
-    for rows in _row_blocks(logits):
-        block, row = logits[rows], statistics[rows]
-        row[:, 0] = block.amax(1)
-        shifted = block.sub_(row[:, :1]) if keep_shifted else block - row[:, :1]
-        exponential = shifted.exp() if keep_shifted else torch.exp(shifted, out=block)
-        row[:, 1] = exponential.sum(1)
-        row[:, 2] = torch.linalg.vecdot(exponential, shifted)
-    return statistics
+def _scores(merged: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy; a target that no shard holds has log-prob NaN, so that it shows in every loss."""
+    logprob, entropy = logprob_and_entropy(merged)
+    return logprob.masked_fill(logprob == -torch.inf, torch.nan), entropy
 
 
-def _logprob_and_entropy(merged: Tensor) -> tuple[Tensor, Tensor]:
-    largest, total, moment, chosen = merged.unbind(1)
-    log_total = total.log()
-    return (chosen - largest) - log_total, log_total - moment / total
-
-
-class _Chunk(NamedTuple):
-    """Some tokens on their way through the head: what the statistics left behind for the gradients."""
-
-    part: slice
-    hidden: Tensor
-    """[Tc, H] fp32, divided by the temperature."""
-    inverse_temperature: Tensor | None
-    logits: Tensor
-    """[Tc, size]: e^u, or u where asked for, u relative to the shard's own maximum."""
-    local: Tensor
-    merged: Tensor
-    target_rows: Tensor
-    target_columns: Tensor
-
-
-def _chunks(
+@torch.library.custom_op("drmas::linear_logprob", mutates_args=())
+def _statistics(
     hidden: Tensor,
+    weight: Tensor,
     target: Tensor,
     inverse_temperature: Tensor | None,
-    shard: _Shard,
-    chunk: int | None,
-    keep_shifted: bool = False,
-) -> Iterator[_Chunk]:
-    """Statistics of all tokens, a chunk at a time, in one buffer: a chunk is gone when the next one is asked for."""
-    tokens = hidden.shape[0]
-    rows = _chunk_rows(tokens, shard, chunk)
-    buffer = torch.empty(min(rows, tokens), shard.size, dtype=torch.float32, device=hidden.device)
-    for first in range(0, tokens, rows):
-        part = slice(first, min(first + rows, tokens))
-        scaled, inverse = hidden[part].float(), None
-        if inverse_temperature is not None:
-            inverse = inverse_temperature[part]
-            scaled = scaled * inverse
-        logits = buffer[: scaled.shape[0]]
-        shard.logits(scaled, logits)
-        target_rows, target_columns = shard.locate(target[part])
-        local = _shift_and_exponentiate(logits, target_rows, target_columns, keep_shifted)
-        yield _Chunk(part, scaled, inverse, logits, local, shard.merge(local), target_rows, target_columns)
+    start: int,
+    vocab_size: int,
+    group: str,
+    chunk: int,
+) -> Tensor:
+    """(m, s, q, z_y) of every token over the whole vocabulary, [T, 4] fp32."""
+    shard = _Columns(start, vocab_size, group, chunk).shard(weight)
+    steps = _steps("linear_logprob", weight, keep_shifted=False)
+    if isinstance(steps, TritonSteps):
+        from drmas_kernels import _head_triton
+
+        if _head_triton.unsupported(hidden, shard.weight) is None:
+            column = shard.column(target)
+            return shard.merge(_head_triton.head_statistics(hidden, shard.weight, column, inverse_temperature))
+    merged = hidden.new_empty(hidden.shape[0], 4, dtype=torch.float32)
+    for piece in _head_chunks.chunks(hidden, target, inverse_temperature, shard, chunk, steps):
+        merged[piece.part] = piece.merged
+    return merged
 
 
-def _chunk_rows(tokens: int, shard: _Shard, chunk: int | None) -> int:
-    """Rows per chunk: as asked, else what fills the buffer, spread evenly. The same on all ranks: they share collectives."""
-    if chunk is not None:
-        return chunk
-    fit = max(16, _CHUNK_BYTES // (4 * -(-shard.vocab_size // shard.world)))
-    return max(1, -(-tokens // max(1, -(-tokens // fit))))
+@_statistics.register_fake
+def _(hidden: Tensor, weight: Tensor, target: Tensor, *unused: Any) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], 4, dtype=torch.float32)
 
 
-def _to_dlogits(chunk: _Chunk, entropy: Tensor, slope: Tensor, bonus: Tensor | None) -> Tensor:
-    """Turn the chunk's logits into the loss's derivative by them, up to the factor per token [Tc, 1] that is returned.
+@torch.library.custom_op("drmas::linear_logprob_backward", mutates_args=("dweight",))
+def _gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    inverse_temperature: Tensor | None,
+    merged: Tensor,
+    slope: Tensor,
+    bonus: Tensor,
+    dweight: Tensor | None,
+    want_hidden: bool,
+    start: int,
+    vocab_size: int,
+    group: str,
+    chunk: int,
+) -> Tensor:
+    """dH [T, H] fp32 (no rows where it isn't wanted) from the derivatives per token; adds dW to `dweight`."""
+    shard = _Columns(start, vocab_size, group, chunk).shard(weight)
+    dhidden = hidden.new_empty(hidden.shape if want_hidden else (0, hidden.shape[1]), dtype=torch.float32)
+    sink = Sink(dhidden if want_hidden else None, dweight)
+    steps = _steps("linear_logprob", weight, keep_shifted=True)
+    entropy = logprob_and_entropy(merged)[1]
+    for piece in _head_chunks.chunks(hidden, target, inverse_temperature, shard, chunk, steps, merged):
+        sink.add(piece, steps.way_back(piece, entropy[piece.part], slope[piece.part], bonus[piece.part]), shard)
+    return dhidden
 
-    Without an entropy bonus dz is e^u times a number per token, so the factor goes into the small operands of the two products
-    and the buffer is touched at the targets only.
-    """
-    logits, slope = chunk.logits, slope[:, None]
-    largest, total = chunk.merged[:, :1], chunk.merged[:, 1:2]
-    behind = chunk.local[:, :1] - largest
-    at_target = (chunk.target_rows, chunk.target_columns)
-    if bonus is None:
-        if chunk.local is not chunk.merged:  # other shards: e^u is still relative to this shard's own maximum
-            logits.mul_(behind.exp())
-        logits[at_target] -= total[chunk.target_rows, 0]
-        return -slope / total
-    bonus = bonus[:, None]
-    offset = bonus * entropy[:, None] - slope
-    logits.add_(behind - total.log())
-    for rows in _row_blocks(logits):
-        probability = logits[rows].exp()
-        logits[rows].mul_(bonus[rows]).add_(offset[rows]).mul_(probability)
-    logits[at_target] += slope[chunk.target_rows, 0]
-    return torch.ones_like(slope)
+
+@_gradients.register_fake
+def _(hidden: Tensor, *arguments: Any) -> Tensor:
+    return hidden.new_empty(hidden.shape if arguments[7] else (0, hidden.shape[1]), dtype=torch.float32)
 
 
-class _Sink:
-    """Where gradients gather: dH [tokens, H] fp32 and dW [v, H] fp32, each None where it isn't wanted."""
+@torch.library.custom_op("drmas::linear_policy_loss", mutates_args=("dweight",))
+def _loss_and_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    inverse_temperature: Tensor | None,
+    row: Tensor,
+    token_weight: Tensor,
+    old_logprob: Tensor | None,
+    ref_logprob: Tensor | None,
+    rollout_logprob: Tensor | None,
+    advantage: Tensor,
+    agent: Tensor,
+    dweight: Tensor | None,
+    want_hidden: bool,
+    grad_scale: float,
+    num_agents: int,
+    start: int,
+    vocab_size: int,
+    group: str,
+    chunk: int,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    entropy_bonus: float,
+    kl: str | None,
+    kl_coefficient: float,
+    mismatch: str,
+    mismatch_low: float,
+    mismatch_high: float,
+    objective: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, log-prob [T], the metrics as a matrix, dH [T, H] fp32 (no rows where it isn't wanted); dW into `dweight`."""
+    columns = _Columns(start, vocab_size, group, chunk)
+    options = PolicyLossOptions(
+        *(clip_low, clip_high, dual_clip, entropy_bonus, kl, kl_coefficient),
+        *(mismatch, mismatch_low, mismatch_high, objective),
+    )
+    inputs = TokenInputs(None, row, token_weight, old_logprob, ref_logprob, rollout_logprob, advantage, agent)
+    dhidden = hidden.new_empty(hidden.shape if want_hidden else (0, hidden.shape[1]), dtype=torch.float32)
+    if dweight is None and not want_hidden:
+        logprob, entropy = _scores(_statistics(hidden, weight, target, inverse_temperature, *columns))
+    else:
+        sink = Sink(dhidden if want_hidden else None, dweight)
+        logprob, entropy = _consume(hidden, weight, target, inverse_temperature, columns, inputs, options, grad_scale, sink)
+    loss, _, metrics = evaluate(logprob, entropy, inputs, options, num_agents)
+    return loss, logprob, metrics.matrix(), dhidden
 
-    def __init__(self, tokens: int, hidden: Tensor, weight: Tensor, scale: float) -> None:
-        self.scale = scale
-        self.hidden, self.weight = None, None
-        if hidden.requires_grad:
-            self.hidden = hidden.new_empty(tokens, hidden.shape[1], dtype=torch.float32)
-        if weight.requires_grad:
-            main = getattr(weight, "main_grad", None)
-            if main is not None and main.dtype != torch.float32:
-                raise ValueError(f"weight.main_grad is {main.dtype}; expected float32 (gradients are accumulated in fp32)")
-            self.weight = torch.zeros_like(weight, dtype=torch.float32) if main is None else main
 
-    def add(self, chunk: _Chunk, factor: Tensor, shard: _Shard) -> None:
-        """Products of the chunk's dlogits (in `chunk.logits`, times `factor` per token) with the weight and the hidden rows."""
-        factor = factor * self.scale
-        if self.weight is not None:
-            shard.add_weight_grad(chunk.logits, factor * chunk.hidden, self.weight)
-        if self.hidden is not None:
-            out = self.hidden[chunk.part]
-            shard.hidden_grad(chunk.logits, out)
-            out.mul_(factor if chunk.inverse_temperature is None else factor * chunk.inverse_temperature)
+@_loss_and_gradients.register_fake
+def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    want_hidden, num_agents = arguments[11], arguments[13]
+    return (
+        hidden.new_empty((), dtype=torch.float32),
+        hidden.new_empty(hidden.shape[0], dtype=torch.float32),
+        AgentMetrics.zeros(num_agents, hidden.device).matrix(),
+        hidden.new_empty(hidden.shape if want_hidden else (0, hidden.shape[1]), dtype=torch.float32),
+    )
 
 
 def _consume(
-    pieces: Iterator[_Chunk], inputs: TokenInputs, options: PolicyLossOptions, shard: _Shard, sink: _Sink | None
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    inverse_temperature: Tensor | None,
+    columns: _Columns,
+    inputs: TokenInputs,
+    options: PolicyLossOptions,
+    grad_scale: float,
+    sink: Sink,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy of the selected tokens; adds the gradients of every chunk to `sink` while its logits are there."""
-    logprob = inputs.weight.new_empty(inputs.weight.shape)
+    """Log-prob and entropy of every token; adds the gradients of each chunk to `sink` while its logits are there."""
+    shard = columns.shard(weight)
+    steps = _steps("linear_policy_loss", weight, keep_shifted=options.entropy_bonus > 0)
+    logprob = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
     entropy = torch.empty_like(logprob)
-    for piece in pieces:
-        part = piece.part
-        logprob[part], entropy[part] = _logprob_and_entropy(piece.merged)
-        if sink is None:
-            continue
-        tokens = inputs.slice(part)
-        slope = tokens.weight * token_terms(logprob[part], tokens.old_logprob, tokens.advantage, options).slope
-        bonus = tokens.weight * options.entropy_bonus if options.entropy_bonus > 0 else None
-        sink.add(piece, _to_dlogits(piece, entropy[part], slope, bonus), shard)
+    for piece in _head_chunks.chunks(hidden, target, inverse_temperature, shard, columns.chunk, steps):
+        part, tokens = piece.part, inputs.slice(piece.part)
+        logprob[part], entropy[part] = _scores(piece.merged)
+        slope = grad_scale * weighted_slope(logprob[part], entropy[part], tokens, options)
+        bonus = tokens.weight * (grad_scale * options.entropy_bonus) if options.entropy_bonus > 0 else None
+        sink.add(piece, steps.way_back(piece, entropy[part], slope, bonus), shard)
     return logprob, entropy
-
-
-def _handed_out(sink: _Sink, hidden: Tensor, weight: Tensor, index: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients as autograd wants them; that of a weight with main_grad is already where it belongs."""
-    dhidden = None if sink.hidden is None else _scatter(sink.hidden, index, hidden.shape[0]).to(hidden.dtype)
-    keep = sink.weight is not None and getattr(weight, "main_grad", None) is None
-    return dhidden, sink.weight.to(weight.dtype) if keep else None
-
-
-def _scatter(values: Tensor, index: Tensor | None, tokens: int) -> Tensor:
-    """Values of the selected tokens in their places among all tokens, 0 elsewhere."""
-    if index is None:
-        return values
-    return values.new_zeros(tokens, *values.shape[1:]).index_copy_(0, index, values)
 
 
 class _AttachGradients(torch.autograd.Function):
@@ -309,54 +272,136 @@ class _AttachGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        arrived = float(upstream)
-        if not abs(arrived - ctx.scale) <= 1e-6 * abs(ctx.scale):
-            raise ValueError(
-                f"the gradient arriving at the policy loss is {arrived}; the gradients were formed for grad_scale={ctx.scale} "
-                "(pass what the loss will be multiplied with as grad_scale)"
-            )
+        _check_upstream(upstream, ctx.scale)
         dhidden, dweight = ctx.saved_tensors
-        weight = ctx.weight
         if ctx.needs_input_grad[1] and dweight is None:
-            weight.grad_added_to_main_grad = True
-            # What a fused weight gradient owes Megatron's hooks; tied embeddings set zero_out_wgrad, as theirs is added to it.
-            dweight = torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+            dweight = _stand_in(ctx.weight)
         return dhidden, dweight, None, None, None, None
 
 
-def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, index: Tensor | None) -> Tensor | None:
-    """1 / temperature per token [T, 1] for the tokens at `index`, None for the constant 1."""
+class _Scored(torch.autograd.Function):
+    """Log-prob and entropy with a gradient: backward computes the logits again, for the tokens that need it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, inverse_temperature: Tensor | None, columns: _Columns
+    ) -> tuple[Tensor, Tensor]:
+        merged = _statistics(hidden, weight, target, inverse_temperature, *columns)
+        ctx.save_for_backward(hidden, weight, target, inverse_temperature, merged)
+        ctx.weight, ctx.columns = weight, columns
+        return _scores(merged)
+
+    @staticmethod
+    def backward(ctx: Any, dlogprob: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, target, inverse_temperature, merged = ctx.saved_tensors
+        wanted = (dlogprob != 0) | (dentropy != 0)
+        index = None if bool(wanted.all()) else wanted.nonzero().squeeze(1)
+        parts = (hidden, target, inverse_temperature, merged, dlogprob, dentropy)
+        if index is not None:
+            parts = tuple(None if part is None else part[index] for part in parts)
+        hidden_rows, target, inverse_temperature, merged, dlogprob, dentropy = parts
+        dweight = _weight_sink(ctx.weight) if ctx.needs_input_grad[1] else None
+        want_hidden = ctx.needs_input_grad[0]
+        dhidden = _gradients(
+            hidden_rows,
+            weight.detach(),
+            target,
+            inverse_temperature,
+            merged,
+            dlogprob.float().contiguous(),
+            -dentropy.float().contiguous(),
+            dweight,
+            want_hidden,
+            *ctx.columns,
+        )
+        dhidden = _scatter(dhidden, index, hidden.shape[0]).to(hidden.dtype) if want_hidden else None
+        if dweight is not None:
+            dweight = _stand_in(ctx.weight) if _main_grad(ctx.weight) is not None else dweight.to(weight.dtype)
+        return dhidden, dweight, None, None, None
+
+
+def _check_upstream(upstream: Tensor, scale: float) -> None:
+    agrees = (upstream - scale).abs() <= 1e-6 * abs(scale)
+    if upstream.is_cuda:
+        torch._assert_async(agrees, f"the gradient arriving at the policy loss is not grad_scale={scale}")
+    elif not bool(agrees):
+        raise ValueError(
+            f"the gradient arriving at the policy loss is {float(upstream)}; the gradients were formed for grad_scale={scale} "
+            "(pass what the loss will be multiplied with as grad_scale)"
+        )
+
+
+def _main_grad(weight: Tensor) -> Tensor | None:
+    main = getattr(weight, "main_grad", None)
+    if main is not None and main.dtype != torch.float32:
+        raise ValueError(f"weight.main_grad is {main.dtype}; expected float32 (gradients are accumulated in fp32)")
+    return main
+
+
+def _weight_sink(weight: Tensor) -> Tensor:
+    """Where dW is added up: main_grad, or fp32 zeros."""
+    main = _main_grad(weight)
+    return torch.zeros_like(weight, dtype=torch.float32) if main is None else main
+
+
+def _stand_in(weight: Tensor) -> Tensor:
+    """What a weight gradient that is in main_grad already owes Megatron's hooks.
+
+    Tied embeddings set zero_out_wgrad, as theirs is added to it.
+    """
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+
+
+def _scatter(values: Tensor, index: Tensor | None, tokens: int) -> Tensor:
+    """Values of the selected tokens in their places among all tokens, 0 elsewhere."""
+    if index is None:
+        return values
+    return values.new_zeros(tokens, *values.shape[1:]).index_copy_(0, index, values)
+
+
+def _inverse_temperature(
+    temperature: float | Tensor, hidden: Tensor, index: Tensor | None, check_values: bool
+) -> Tensor | None:
+    """1 / temperature per token [T] for the tokens at `index`, None for the constant 1."""
     tokens = hidden.shape[0]
     if not isinstance(temperature, Tensor):
         if not (temperature > 0 and math.isfinite(temperature)):
             raise ValueError(f"temperature is {temperature}; expected a positive number")
         count = tokens if index is None else index.shape[0]
-        return None if temperature == 1.0 else hidden.new_full((count, 1), 1.0 / temperature, dtype=torch.float32)
+        return None if temperature == 1.0 else hidden.new_full((count,), 1.0 / temperature, dtype=torch.float32)
     if temperature.shape != (tokens,):
         raise ValueError(f"temperature has shape {list(temperature.shape)}; expected a number or [{tokens}]")
     chosen = temperature if index is None else temperature[index]
-    if not bool(((chosen > 0) & chosen.isfinite()).all()):
+    if check_values and not bool(((chosen > 0) & chosen.isfinite()).all()):
         raise ValueError("temperature holds a value that is not positive and finite")
-    return chosen.float().reciprocal()[:, None]
+    return chosen.float().reciprocal()
 
 
-def _check_head(hidden: Tensor, weight: Tensor, target: Tensor, shard: _Shard, chunk: int | None) -> None:
+def _check_head(hidden: Tensor, weight: Tensor, target: Tensor, shard: Shard, chunk: int | None) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [T, H] and [v, H]")
     if hidden.dtype != weight.dtype or hidden.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"hidden is {hidden.dtype}, weight is {weight.dtype}; expected both float32 or both bfloat16")
     if target.shape != hidden.shape[:1] or target.dtype != torch.int64:
         raise ValueError(f"target is {target.dtype} {list(target.shape)}; expected int64 [{hidden.shape[0]}]")
+    for name, tensor in (("weight", weight), ("target", target)):
+        if tensor.device != hidden.device:
+            raise ValueError(f"{name} is on {tensor.device}; expected the device of hidden, {hidden.device}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; expected at least 1 token")
-    if shard.world > 1 and shard.start != dist.get_rank(shard.group) * weight.shape[0]:
+    if shard.vocab_size < 1 or shard.vocab_size > weight.shape[0] * shard.world:
         raise ValueError(
-            f"vocab_start is {shard.start} on rank {dist.get_rank(shard.group)}; "
+            f"vocab_size is {shard.vocab_size}; expected 1 to {weight.shape[0] * shard.world}, the columns of all shards"
+        )
+    rank = dist.get_rank(shard.group) if shard.world > 1 else 0
+    if shard.start != rank * weight.shape[0] and (shard.world > 1 or shard.start):
+        raise ValueError(
+            f"vocab_start is {shard.start} on rank {rank}; "
             f"expected rank times the shard's {weight.shape[0]} rows, since shards are merged in rank order"
         )
 
 
-@torch.no_grad()
 def linear_logprob(
     hidden: Tensor,
     weight: Tensor,
@@ -367,21 +412,23 @@ def linear_logprob(
     group: Any = None,
     temperature: float | Tensor = 1.0,
     chunk: int | None = None,
+    check_values: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of `target` and entropy per token, [T] fp32, without gradient; the contract is on top of this file.
+    """Log-prob of `target` and entropy per token, [T] fp32; the contract is on top of this file.
 
     `vocab_size` is the true size of the whole vocabulary (default: all columns of all shards), `chunk` the tokens per piece.
-    ValueError names the argument that is wrong.
+    Both have gradients to hidden and weight if grad mode is on and these require them. ValueError names the argument that is
+    wrong.
     """
-    shard = _Shard(weight, vocab_start, vocab_size, group)
+    shard = Shard(weight, vocab_start, vocab_size, group)
     _check_head(hidden, weight, target, shard, chunk)
-    check_range("target", target, shard.vocab_size)
-    logprob = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-    entropy = torch.empty_like(logprob)
-    inverse = _inverse_temperature(temperature, hidden, None)
-    for piece in _chunks(hidden, target, inverse, shard, chunk):
-        logprob[piece.part], entropy[piece.part] = _logprob_and_entropy(piece.merged)
-    return logprob, entropy
+    if check_values:
+        check_range("target", target, shard.vocab_size)
+    inverse = _inverse_temperature(temperature, hidden, None, check_values)
+    columns = _Columns(vocab_start, shard.vocab_size, "" if group is None else group.group_name, chunk or 0)
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _Scored.apply(hidden, weight, target, inverse, columns)
+    return _scores(_statistics(hidden, weight, target, inverse, *columns))
 
 
 def linear_policy_loss(
@@ -396,12 +443,16 @@ def linear_policy_loss(
     *,
     num_agents: int,
     options: PolicyLossOptions,
+    ref_logprob: Tensor | None = None,
+    rollout_logprob: Tensor | None = None,
     vocab_start: int = 0,
     vocab_size: int | None = None,
     group: Any = None,
     temperature: float | Tensor = 1.0,
     chunk: int | None = None,
     grad_scale: float = 1.0,
+    index: Tensor | None = None,
+    check_values: bool = True,
 ) -> PolicyLoss:
     """The clipped policy loss of an output head; the contract is on top of this file, that of the loss in `policy_loss`.
 
@@ -409,22 +460,66 @@ def linear_policy_loss(
     `grad_scale` is the gradient that will arrive at the loss (the factor it is multiplied with before `backward`).
     Gradients are formed if grad mode is on and hidden or weight requires them. ValueError names the argument that is wrong.
     """
-    shard = _Shard(weight, vocab_start, vocab_size, group)
+    shard = Shard(weight, vocab_start, vocab_size, group)
     _check_head(hidden, weight, target, shard, chunk)
-    tokens = hidden.shape[0]
-    inputs = select_tokens(tokens, old_logprob, row, advantage, token_weight, agent, num_agents)
-    inverse = _inverse_temperature(temperature, hidden, inputs.index)
-    chosen = slice(None) if inputs.index is None else inputs.index
-    check_range("target", target[chosen], shard.vocab_size)
-    tracked = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    inputs = select_tokens(
+        hidden.shape[0],
+        old_logprob,
+        row,
+        advantage,
+        token_weight,
+        agent,
+        num_agents,
+        ref_logprob=ref_logprob,
+        rollout_logprob=rollout_logprob,
+        index=index,
+        check_values=check_values,
+    )
+    where = slice(None) if inputs.index is None else inputs.index
+    if check_values:
+        check_range("target", target[where], shard.vocab_size)
+    inverse = _inverse_temperature(temperature, hidden, inputs.index, check_values)
+    columns = _Columns(vocab_start, shard.vocab_size, "" if group is None else group.group_name, chunk or 0)
+    if options.objective == "gspo":
+        return _over_whole_rows(hidden, weight, target, inverse, columns, inputs, options, num_agents)
+    tracked = torch.is_grad_enabled()
+    want_hidden, want_weight = tracked and hidden.requires_grad, tracked and weight.requires_grad
     with torch.no_grad():
-        sink = _Sink(inputs.agent.shape[0], hidden, weight, grad_scale) if tracked else None
-        pieces = _chunks(hidden[chosen], target[chosen], inverse, shard, chunk, tracked and options.entropy_bonus > 0)
-        logprob, entropy = _consume(pieces, inputs, options, shard, sink)
-        terms = token_terms(logprob, inputs.old_logprob, inputs.advantage, options)
-        loss = weighted_terms(terms, inputs, entropy, options.entropy_bonus).sum().float()
-        metrics = AgentMetrics.of(terms, inputs, entropy, num_agents, options.entropy_bonus)
-        dhidden, dweight = _handed_out(sink, hidden, weight, inputs.index) if sink else (None, None)
-    if tracked:
-        loss = _AttachGradients.apply(hidden, weight, loss, dhidden, dweight, grad_scale)
-    return PolicyLoss(loss, _scatter(logprob, inputs.index, tokens), metrics)
+        dweight = _weight_sink(weight) if want_weight else None
+        loss, logprob, metrics, dhidden = _loss_and_gradients(
+            hidden.detach()[where],
+            weight.detach(),
+            target[where],
+            inverse,
+            *inputs[1:],
+            dweight,
+            want_hidden,
+            grad_scale,
+            num_agents,
+            *columns,
+            *astuple(options),
+        )
+        logprob = _scatter(logprob, inputs.index, hidden.shape[0])
+    if want_hidden or want_weight:
+        dhidden = _scatter(dhidden, inputs.index, hidden.shape[0]).to(hidden.dtype) if want_hidden else None
+        keep = want_weight and _main_grad(weight) is None
+        loss = _AttachGradients.apply(hidden, weight, loss, dhidden, dweight.to(weight.dtype) if keep else None, grad_scale)
+    given = {"reference": ref_logprob is not None, "rollout": rollout_logprob is not None}
+    return PolicyLoss(loss, logprob, AgentMetrics.from_matrix(metrics, **given))
+
+
+def _over_whole_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    inverse_temperature: Tensor | None,
+    columns: _Columns,
+    inputs: TokenInputs,
+    options: PolicyLossOptions,
+    num_agents: int,
+) -> PolicyLoss:
+    """The loss whose slopes need all log-probs of a row first: the head's backward computes the logits again."""
+    where = slice(None) if inputs.index is None else inputs.index
+    logprob, entropy = _Scored.apply(hidden[where], weight, target[where], inverse_temperature, columns)
+    loss, metrics = policy_loss_of(logprob, entropy, inputs, options, num_agents)
+    return PolicyLoss(loss, _scatter(logprob.detach(), inputs.index, hidden.shape[0]), metrics)

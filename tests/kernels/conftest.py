@@ -1,21 +1,53 @@
 """Cases and float64 oracles for the kernels' tests, written from the formulas and not from the implementation."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from drmas_kernels.linear_logprob import linear_policy_loss
+from drmas_kernels.backend import use
+from drmas_kernels.linear_logprob import linear_logprob, linear_policy_loss
 from drmas_kernels.policy_loss import PolicyLossOptions
+from drmas_kernels.spec import MODULES
+from tests.kernels import interpreter
 
 torch.set_num_threads(1)
+
+if interpreter.DEVICE == "cpu":
+    interpreter.mend()
+for module in MODULES:
+    interpreter.load(f"drmas_kernels.{module}")
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request):
+    """Runs a test once with each implementation."""
+    with use(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def triton_backend():
+    """Runs a test with the Triton kernels: interpreted, or on the GPU that DRMAS_TEST_DEVICE=cuda asks for."""
+    with use("triton"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def device():
+    return interpreter.DEVICE
 
 
 @pytest.fixture(scope="session")
 def golden():
     return json.loads((Path(__file__).parents[1] / "golden" / "advantage.json").read_text())
+
+
+def to_device(value):
+    """A tensor on the tests' device; anything else as it is."""
+    return value.to(interpreter.DEVICE) if isinstance(value, torch.Tensor) else value
 
 
 @dataclass
@@ -60,24 +92,34 @@ class Head:
         return replace(self, **changes)
 
     def run(self, options=None, **settings):
-        """(result, dH, dW) of the implementation."""
-        hidden = self.hidden.detach().clone().requires_grad_()
-        weight = self.weight.detach().clone().requires_grad_()
+        """(result, dH, dW) of the implementation, on the CPU."""
+        hidden = self.hidden.detach().clone().to(interpreter.DEVICE).requires_grad_()
+        weight = self.weight.detach().clone().to(interpreter.DEVICE).requires_grad_()
         result = linear_policy_loss(
             hidden,
             weight,
-            self.target,
-            self.old_logprob,
-            self.row,
-            self.advantage,
-            self.token_weight,
-            self.agent,
+            *self.arguments(),
             num_agents=self.num_agents,
             options=options or PolicyLossOptions(),
-            **settings,
+            **{name: to_device(value) for name, value in settings.items()},
         )
         (result.loss * settings.get("grad_scale", 1.0)).backward()
-        return result, hidden.grad, weight.grad
+        metrics = type(result.metrics)(**{f.name: getattr(result.metrics, f.name).cpu() for f in fields(result.metrics)})
+        return result._replace(loss=result.loss.cpu(), logprob=result.logprob.cpu(), metrics=metrics), *(
+            None if tensor.grad is None else tensor.grad.cpu() for tensor in (hidden, weight)
+        )
+
+    def arguments(self):
+        """What `linear_policy_loss` takes after hidden and weight, on the tests' device."""
+        names = ("target", "old_logprob", "row", "advantage", "token_weight", "agent")
+        return [to_device(getattr(self, name)) for name in names]
+
+    def scored(self, **settings):
+        """(log-prob, entropy) of the implementation, on the CPU."""
+        inputs = (to_device(tensor) for tensor in (self.hidden, self.weight, self.target))
+        return [
+            result.cpu() for result in linear_logprob(*inputs, **{name: to_device(value) for name, value in settings.items()})
+        ]
 
     def oracle(self, options=None, *, vocab_size=None, temperature=1.0):
         """(loss, logprob, entropy, dH, dW) by float64 autograd, for tokens that all have finite inputs."""

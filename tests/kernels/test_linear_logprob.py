@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from drmas_kernels import linear_logprob as module
 from drmas_kernels import numerics
 from drmas_kernels.linear_logprob import linear_logprob, linear_logprob_reference, linear_policy_loss
 from drmas_kernels.policy_loss import PolicyLossOptions
@@ -17,10 +18,20 @@ from drmas_kernels.policy_loss import PolicyLossOptions
 BONUS = PolicyLossOptions(clip_low=0.2, clip_high=0.28, dual_clip=3.0, entropy_bonus=0.05)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("vocabulary", [1000, 1001, 1280, 2432])
 @pytest.mark.parametrize("options", [PolicyLossOptions(), BONUS], ids=["plain", "bonus"])
 def test_loss_and_gradients_agree_with_float64_autograd(head, check, vocabulary, options):
     case = head(48, 64, vocabulary)
+    _agree(case, check, options)
+
+
+@pytest.mark.parametrize("vocabulary", [49152, 151936])
+def test_vocabularies_of_real_models(head, check, vocabulary):
+    _agree(head(30, 8, vocabulary), check, BONUS)
+
+
+def _agree(case, check, options):
     result, dhidden, dweight = case.run(options, chunk=20)
     loss, logprob, _, expected_dhidden, expected_dweight = case.oracle(options)
     check(result.loss, loss, numerics.LOSS)
@@ -29,10 +40,11 @@ def test_loss_and_gradients_agree_with_float64_autograd(head, check, vocabulary,
     check(dweight, expected_dweight, numerics.GRADIENT)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("offset", [-200.0, 100.0])
 def test_a_common_offset_of_the_logits_costs_no_digits(head, check, offset):
     case = head(32, 64, 1280, offset=offset)
-    logprob, entropy = linear_logprob(case.hidden, case.weight, case.target)
+    logprob, entropy = case.scored()
     _, expected, expected_entropy, dhidden, _ = case.oracle(BONUS)
     check(logprob, expected, numerics.LOGPROB)
     check(entropy, expected_entropy, numerics.ENTROPY)
@@ -40,6 +52,7 @@ def test_a_common_offset_of_the_logits_costs_no_digits(head, check, offset):
     check(case.run(BONUS)[1][:, 1:], dhidden[:, 1:], numerics.GRADIENT)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("temperature", [0.5, 1.7, torch.linspace(0.3, 2.0, 40)], ids=["0.5", "1.7", "per-token"])
 @pytest.mark.parametrize("options", [PolicyLossOptions(), BONUS], ids=["plain", "bonus"])
 def test_temperature_divides_the_logits(head, check, temperature, options):
@@ -48,11 +61,12 @@ def test_temperature_divides_the_logits(head, check, temperature, options):
     loss, logprob, entropy, expected_dhidden, expected_dweight = case.oracle(options, temperature=temperature)
     check(result.loss, loss, numerics.LOSS)
     check(result.logprob, logprob, numerics.LOGPROB)
-    check(linear_logprob(case.hidden, case.weight, case.target, temperature=temperature)[1], entropy, numerics.ENTROPY)
+    check(case.scored(temperature=temperature)[1], entropy, numerics.ENTROPY)
     check(dhidden, expected_dhidden, numerics.GRADIENT)
     check(dweight, expected_dweight, numerics.GRADIENT)
 
 
+@pytest.mark.usefixtures("backend")
 def test_one_token(head, check):
     case = head(1, 16, 50)
     result, dhidden, dweight = case.run(BONUS)
@@ -62,6 +76,7 @@ def test_one_token(head, check):
     check(dweight, expected_dweight, numerics.GRADIENT)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("tokens", [0, 6])
 def test_I4_a_batch_without_weight_gives_exact_zeros(head, tokens):
     case = head(tokens, 16, 50)
@@ -75,6 +90,7 @@ def test_I4_a_batch_without_weight_gives_exact_zeros(head, tokens):
     assert result.metrics.per_token(["solver", "verifier"]) == {}
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("options", [PolicyLossOptions(), BONUS], ids=["plain", "bonus"])
 def test_I4_garbage_in_tokens_of_weight_zero_changes_no_bit(head, options):
     case = head(30, 16, 200)
@@ -100,12 +116,14 @@ def test_I4_garbage_in_tokens_of_weight_zero_changes_no_bit(head, options):
     assert torch.equal(result.metrics.gap_max, expected.metrics.gap_max)
 
 
+@pytest.mark.usefixtures("backend")
 def test_a_hidden_row_that_is_not_finite_shows_in_the_loss(head):
     case = head(8, 16, 50)
     case.hidden[3, 2] = torch.nan
     assert case.run()[0].loss.isnan()
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("options", [PolicyLossOptions(), BONUS], ids=["plain", "bonus"])
 def test_I4_padded_columns_never_enter(head, options):
     case = head(20, 16, 1001)
@@ -144,6 +162,7 @@ def test_I5_the_loss_is_one_sum_over_any_split(head, check, cuts, chunk):
     assert torch.equal(metrics.clip_high, whole.metrics.clip_high)
 
 
+@pytest.mark.usefixtures("backend")
 def test_the_same_inputs_give_the_same_bits(head):
     case = head(40, 32, 700)
     first, second = case.run(BONUS, chunk=16), case.run(BONUS, chunk=16)
@@ -152,6 +171,7 @@ def test_the_same_inputs_give_the_same_bits(head):
     assert torch.equal(first[2], second[2])
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("options", [PolicyLossOptions(), BONUS], ids=["plain", "bonus"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_of_a_sure_token_keeps_its_digits(head, check, options, dtype):
@@ -163,10 +183,12 @@ def test_the_gradient_of_a_sure_token_keeps_its_digits(head, check, options, dty
     _, _, dweight = case.but(token_weight=torch.ones(8)).run(options)
     _, logprob, _, _, expected = case.but(token_weight=torch.ones(8)).oracle(options)
     assert float(logprob.max()) > -2e-3
-    relative = numerics.Tolerance(1e-6, 1e-3 if dtype == torch.float32 else 2**-7, "1 - p has an absolute error of an fp32 ulp")
+    rel = 1e-3 if dtype == torch.float32 else 2**-7
+    relative = numerics.Tolerance(5e-5, rel, "the sum of e^u may be off by 8 ulp of 1, times a slope of 3 and a state of 14")
     check(dweight[:8].diagonal(), expected[:8].diagonal(), relative)
 
 
+@pytest.mark.usefixtures("backend")
 def test_on_policy_with_advantage_one_is_supervised_learning(head, check):
     case = head(30, 16, 200)
     case = case.but(old_logprob=None, advantage=torch.ones(5))
@@ -181,6 +203,7 @@ def test_on_policy_with_advantage_one_is_supervised_learning(head, check):
     assert result.metrics.gap_max.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.usefixtures("backend")
 def test_bfloat16_inputs_are_widened_exactly(head, check):
     case = head(40, 64, 1280, dtype=torch.bfloat16)
     result, dhidden, dweight = case.run(BONUS, chunk=16)
@@ -193,7 +216,7 @@ def test_bfloat16_inputs_are_widened_exactly(head, check):
 
 
 def test_bfloat16_is_widened_in_blocks(head, check, monkeypatch):
-    monkeypatch.setattr("drmas_kernels.linear_logprob._WIDEN_BYTES", 4 * 64 * 300)
+    monkeypatch.setattr("drmas_kernels._head_chunks._WIDEN_BYTES", 4 * 64 * 300)
     case = head(24, 64, 1001, dtype=torch.bfloat16)
     result, dhidden, _ = case.run()
     loss, logprob, _, expected_dhidden, _ = case.oracle()
@@ -208,7 +231,7 @@ def test_sliced_and_transposed_inputs(head):
     wide[:, 3:19] = case.hidden
     strided = case.but(hidden=wide[:, 3:19], weight=case.weight.t().contiguous().t())
     hidden, weight = strided.hidden.requires_grad_(), strided.weight.requires_grad_()
-    arguments = (case.target, case.old_logprob, case.row, case.advantage, case.token_weight, case.agent)
+    arguments = [getattr(case, name) for name in ("target", "old_logprob", "row", "advantage", "token_weight", "agent")]
     result = linear_policy_loss(hidden, weight, *arguments, num_agents=2, options=BONUS)
     result.loss.backward()
     expected, _, dweight = case.run(BONUS)
@@ -216,16 +239,16 @@ def test_sliced_and_transposed_inputs(head):
     torch.testing.assert_close(weight.grad, dweight)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_weight_gradient_goes_into_main_grad(head, check, tied):
+def test_the_weight_gradient_goes_into_main_grad(head, check, device, tied):
     case = head(20, 16, 300)
-    weight = case.weight.clone().requires_grad_()
-    weight.main_grad = torch.full((300, 16), 0.25)
+    weight = case.weight.clone().to(device).requires_grad_()
+    weight.main_grad = torch.full((300, 16), 0.25, device=device)
     weight.zero_out_wgrad = tied
-    arguments = (case.target, case.old_logprob, case.row, case.advantage, case.token_weight, case.agent)
-    result = linear_policy_loss(case.hidden, weight, *arguments, num_agents=2, options=BONUS, grad_scale=0.5)
+    result = linear_policy_loss(case.hidden.to(device), weight, *case.arguments(), num_agents=2, options=BONUS, grad_scale=0.5)
     (result.loss * 0.5).backward()
-    check(weight.main_grad - 0.25, 0.5 * case.oracle(BONUS)[4], numerics.GRADIENT)
+    check(weight.main_grad.cpu() - 0.25, 0.5 * case.oracle(BONUS)[4], numerics.GRADIENT)
     assert weight.grad_added_to_main_grad
     assert weight.grad.shape == weight.shape
     if tied:
@@ -236,20 +259,29 @@ def test_main_grad_must_be_float32(head):
     case = head(4, 16, 30)
     weight = case.weight.clone().requires_grad_()
     weight.main_grad = torch.zeros(30, 16, dtype=torch.bfloat16)
-    arguments = (case.target, case.old_logprob, case.row, case.advantage, case.token_weight, case.agent)
+    arguments = [getattr(case, name) for name in ("target", "old_logprob", "row", "advantage", "token_weight", "agent")]
     with pytest.raises(ValueError, match=r"main_grad is torch\.bfloat16; expected float32"):
         linear_policy_loss(case.hidden, weight, *arguments, num_agents=2, options=BONUS)
 
 
-def test_another_upstream_gradient_than_declared_is_refused(head, check):
+@pytest.mark.usefixtures("backend")
+def test_another_upstream_gradient_than_declared_is_refused(head, check, device):
     case = head(10, 16, 60)
     check(case.run(BONUS, grad_scale=0.25)[1], 0.25 * case.oracle(BONUS)[3], numerics.GRADIENT)
+    if device != "cpu":
+        return  # there the assertion on the device ends the process's use of it
     hidden = case.hidden.requires_grad_()
-    arguments = (case.target, case.old_logprob, case.row, case.advantage, case.token_weight, case.agent)
-    result = linear_policy_loss(hidden, case.weight, *arguments, num_agents=2, options=BONUS, grad_scale=0.5)
+    result = linear_policy_loss(hidden, case.weight, *case.arguments(), num_agents=2, options=BONUS, grad_scale=0.5)
     with pytest.raises(ValueError, match=r"arriving at the policy loss is 1\.0.*grad_scale=0\.5"):
         result.loss.backward()
     assert hidden.grad is None
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Calls the functions behind the operators, which dispatch modes can't look into."""
+    for name in ("_statistics", "_gradients", "_loss_and_gradients"):
+        monkeypatch.setattr(module, name, getattr(module, name)._init_fn)
 
 
 @contextmanager
@@ -263,6 +295,7 @@ def counted_flops():
         yield counter
 
 
+@pytest.mark.usefixtures("opened")
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_flops_are_three_products_over_tokens_with_weight(head, share):
     case = head(40, 16, 300)
@@ -274,6 +307,9 @@ def test_flops_are_three_products_over_tokens_with_weight(head, share):
     with counted_flops() as counter:
         linear_logprob(case.hidden, case.weight, case.target, chunk=16)
     assert counter.get_total_flops() == numerics.linear_logprob_cost(40, 16, 300).flops
+    with counted_flops() as counter:
+        linear_logprob(case.hidden.requires_grad_(), case.weight.requires_grad_(), case.target)[0].sum().backward()
+    assert counter.get_total_flops() == 8 * 40 * 16 * 300  # computed again
 
 
 class _Largest(TorchDispatchMode):
@@ -289,6 +325,7 @@ class _Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.usefixtures("opened")
 @pytest.mark.parametrize("options", [PolicyLossOptions(), BONUS], ids=["plain", "bonus"])
 def test_no_tensor_is_larger_than_a_chunk_of_logits(head, options):
     case = head(400, 4, 500)
@@ -297,17 +334,19 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(head, options):
     assert seen.numel == 32 * 500
 
 
+@pytest.mark.usefixtures("opened")
 def test_the_default_chunk_fits_its_buffer(head, monkeypatch):
-    monkeypatch.setattr("drmas_kernels.linear_logprob._CHUNK_BYTES", 4 * 500 * 50)
+    monkeypatch.setattr("drmas_kernels._head_chunks.CHUNK_BYTES", 4 * 500 * 50)
     case = head(120, 4, 500)
     with _Largest() as seen:
         case.run()
     assert seen.numel == 40 * 500  # 120 tokens in three even pieces of at most 50
 
 
+@pytest.mark.usefixtures("opened")
 def test_no_gradients_are_formed_where_none_are_wanted(head):
     case = head(20, 16, 300)
-    arguments = (case.target, case.old_logprob, case.row, case.advantage, case.token_weight, case.agent)
+    arguments = [getattr(case, name) for name in ("target", "old_logprob", "row", "advantage", "token_weight", "agent")]
     hidden = case.hidden.requires_grad_()
     with torch.no_grad(), counted_flops() as counter:
         result = linear_policy_loss(hidden, case.weight, *arguments, num_agents=2, options=BONUS)
@@ -350,7 +389,23 @@ def test_bad_arguments_are_named(head, change, message):
         case.run()
 
 
-@pytest.mark.parametrize("setting", [{"chunk": 0}, {"temperature": 0.0}, {"temperature": torch.tensor([1.0, -1.0, 1.0])}])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"chunk": 0},
+        {"temperature": 0.0},
+        {"temperature": torch.tensor([1.0, -1.0, 1.0])},
+        {"vocab_size": 0},
+        {"vocab_size": 61},
+        {"vocab_start": 5},
+    ],
+)
 def test_bad_settings_are_named(head, setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         head(3, 8, 60).run(**setting)
+
+
+def test_another_device_is_named(head):
+    case = head(3, 8, 60)
+    with pytest.raises(ValueError, match="target is on meta; expected the device of hidden, cpu"):
+        linear_logprob(case.hidden, case.weight, torch.zeros(3, dtype=torch.int64, device="meta"))

@@ -1,4 +1,4 @@
-"""The head over two ranks (gloo) against one: I5, and the same bits on both ranks."""
+"""The head over two and four ranks (gloo) against one: I5, and the same bits on all ranks."""
 
 import subprocess
 import sys
@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from drmas_kernels import numerics
+from drmas_kernels.backend import BACKENDS
+from drmas_kernels.linear_logprob import linear_logprob
 from drmas_kernels.policy_loss import PolicyLossOptions
 
 CASES = {
@@ -39,10 +41,10 @@ def build(head, setting):
     return case
 
 
-@pytest.fixture(scope="module")
-def ranks(head, tmp_path_factory):
-    """Case name -> (case, setting, results of rank 0 and rank 1), and what each rank printed."""
-    folder = tmp_path_factory.mktemp("vocab-parallel")
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request, head, tmp_path_factory):
+    """(backend, case name) -> (case, setting, the results of every rank), and what each rank printed."""
+    folder, world = tmp_path_factory.mktemp("vocab-parallel"), request.param
     built = {name: build(head, setting) for name, setting in CASES.items()}
     inputs = [
         vars(built[name])
@@ -51,54 +53,76 @@ def ranks(head, tmp_path_factory):
         for name, setting in CASES.items()
     ]
     torch.save(inputs, folder / "cases.pt")
-    script = Path(__file__).with_name("vocab_parallel_rank.py")
-    outs = [folder / f"rank{rank}.pt" for rank in range(2)]
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "kernels"), "GLOO_SOCKET_IFNAME": "lo"}
+    script, root = Path(__file__).with_name("vocab_parallel_rank.py"), Path(__file__).parents[2]
+    outs = [folder / f"rank{rank}.pt" for rank in range(world)]
+    environment = {"PYTHONPATH": f"{root / 'kernels'}:{root}", "GLOO_SOCKET_IFNAME": "lo", "TRITON_INTERPRET": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), "2", folder / "store", folder / "cases.pt", outs[rank]],
+            [sys.executable, script, str(rank), str(world), folder / "store", folder / "cases.pt", outs[rank]],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(world)
     ]
-    printed = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
+    printed = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * world, printed
     results = [torch.load(out, weights_only=False) for out in outs]
-    return {name: (built[name], CASES[name], pair) for name, *pair in zip(CASES, *results, strict=True)}, printed
+    return {
+        (backend, name): (built[name], CASES[name], [result[backend][index] for result in results])
+        for backend in BACKENDS
+        for index, name in enumerate(CASES)
+    }, printed
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
-def test_I5_two_ranks_equal_one(ranks, check, name):
-    case, setting, (first, second) = ranks[0][name]
+def test_I5_any_number_of_ranks_equals_one(ranks, check, name, backend):
+    case, setting, results = ranks[0][backend, name]
     options = PolicyLossOptions(**setting.get("options", {}))
-    size = setting["vocab_size"]
-    whole, dhidden, dweight = case.run(options, vocab_size=size, temperature=setting.get("temperature", 1.0), chunk=10)
+    settings = {"vocab_size": setting["vocab_size"], "temperature": setting.get("temperature", 1.0)}
+    whole, dhidden, dweight = case.run(options, chunk=10, **settings)
     tolerance = numerics.logprob_tolerance(300.0 if case.old_logprob is None else 20.0, 16)
-    check(first["loss"], whole.loss, numerics.LOSS)
-    check(first["logprob"], whole.logprob, tolerance)
-    check(first["dhidden"] + second["dhidden"], dhidden, numerics.GRADIENT)
-    check(torch.cat([first["dweight"], second["dweight"]]), dweight, numerics.GRADIENT)
+    check(results[0]["loss"], whole.loss, numerics.LOSS)
+    check(results[0]["logprob"], whole.logprob, tolerance)
+    check(sum(result["dhidden"] for result in results), dhidden, numerics.GRADIENT)
+    check(torch.cat([result["dweight"] for result in results]), dweight, numerics.GRADIENT)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_agree_in_every_bit(ranks, name):
-    _, _, (first, second) = ranks[0][name]
-    for value in ("loss", "logprob", "scored", "entropy"):
-        assert torch.equal(first[value], second[value]), value
+def test_I5_gradients_by_recomputation_equal_those_of_one_rank(ranks, check, name, backend):
+    case, setting, results = ranks[0][backend, name]
+    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    logprob, _ = linear_logprob(
+        *(hidden, weight, case.target), vocab_size=setting["vocab_size"], temperature=setting.get("temperature", 1.0)
+    )
+    (case.token_weight * logprob).sum().backward()
+    check(sum(result["dhidden_recomputed"] for result in results), hidden.grad, numerics.GRADIENT)
+    check(torch.cat([result["dweight_recomputed"] for result in results]), weight.grad, numerics.GRADIENT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_agree_in_every_bit(ranks, name, backend):
+    first, *others = ranks[0][backend, name][2]
+    for value in ("loss", "logprob", "scored", "entropy", "recomputed"):
         assert first[value].isfinite().all(), value
-    assert torch.equal(first["metrics"].loss, second["metrics"].loss)
+        for other in others:
+            assert torch.equal(first[value], other[value]), value
+    for other in others:
+        assert torch.equal(first["metrics"].loss, other["metrics"].loss)
 
 
-def test_metrics_reduce_over_ranks(ranks):
-    _, _, (first, _) = ranks[0]["even"]
-    own, both = first["metrics"], first["reduced"]
-    assert torch.equal(both.tokens, 2 * own.tokens)
-    assert torch.equal(both.kl_k3, 2 * own.kl_k3)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_metrics_reduce_over_ranks(ranks, backend):
+    results = ranks[0][backend, "even"][2]
+    own, all_ranks = results[0]["metrics"], results[0]["reduced"]
+    torch.testing.assert_close(all_ranks.tokens, len(results) * own.tokens)
+    torch.testing.assert_close(all_ranks.kl_k3, len(results) * own.kl_k3)
     for extreme in ("ratio_min", "ratio_max", "gap_max"):
-        assert torch.equal(getattr(both, extreme), getattr(own, extreme))
+        assert torch.equal(getattr(all_ranks, extreme), getattr(own, extreme))
 
 
 def test_a_shard_out_of_place_is_refused(ranks):
