@@ -1,6 +1,6 @@
 """The benchmark's CSV rows as a picture: per case, time over torch eager's and peak memory, one bar per side.
 
-Needs matplotlib, which nothing else of this project does. Called by bench/kernels.py.
+Needs matplotlib, which nothing else of this project does. Called by the runner.
 """
 
 from __future__ import annotations

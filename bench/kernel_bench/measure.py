@@ -26,6 +26,9 @@ MMAP_THRESHOLD = {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"}
 """For the environment of a process whose memory is measured: what a step frees goes back to the system at once."""
 
 DATA_SHEETS = (
+    ("GH200 480GB", 4.0e12, 989e12),
+    ("GH200 144G", 4.9e12, 989e12),
+    ("H200 NVL", 4.8e12, 835e12),
     ("H200", 4.8e12, 989e12),
     ("H100 PCIe", 2.0e12, 756e12),
     ("H100 NVL", 3.9e12, 835e12),
@@ -34,7 +37,7 @@ DATA_SHEETS = (
     ("A100 80GB PCIe", 1.935e12, 312e12),
     ("A100", 1.555e12, 312e12),
 )
-"""(part of the device's name, bytes/s, dense bf16 FLOP/s), the first that fits counts."""
+"""(part of the device's name, bytes/s, dense bf16 FLOP/s), the first that fits counts. A MIG slice (named so) has less."""
 
 
 class Peaks(NamedTuple):
@@ -130,7 +133,7 @@ def peaks(device: str, dtype: torch.dtype, *, quick: bool = False) -> Peaks:
     """Of a GPU by its data sheet, for bf16; else measured here and now. `quick` measures sizes that prove nothing."""
     if device == "cuda":
         name = torch.cuda.get_device_name()
-        known = next((sheet for sheet in DATA_SHEETS if sheet[0] in name), None)
+        known = None if "MIG" in name else next((sheet for sheet in DATA_SHEETS if sheet[0] in name), None)
         if known and dtype == torch.bfloat16:
             return Peaks(known[2], known[1], f"data sheet of {known[0]}")
         flops, moved = _measured(device, dtype, 8192, 2**30)

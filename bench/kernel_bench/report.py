@@ -1,4 +1,4 @@
-"""The benchmark's results as a table, as CSV, and beside an older CSV. Called by bench/kernels.py."""
+"""The benchmark's results as a table, as CSV, and beside an older CSV. Called by the runner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,16 @@ MEMORY_SLACK_MB = 8.0
 COMPARABLE_BYTES = 1_000_000
 """A side of torch eager with a smaller peak gives no ratio."""
 
+WIDTHS = (9, 7, 9, 8)
+"""Of the table's columns: ms, ratio, peak MB, /floor."""
+
 Row = dict[str, str]
+
+
+def table_line(name: str, cells: Sequence[str], widths: Sequence[int], note: str = "") -> str:
+    """Cells at the right of their columns, with two blanks between any two, however long they are."""
+    aligned = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    return "  ".join((f"{name:18}", *aligned, note)).rstrip()
 
 
 def lines(case: Case, measured: Sequence[Measured], device_name: str | None) -> list[str]:
@@ -31,20 +40,25 @@ def lines(case: Case, measured: Sequence[Measured], device_name: str | None) -> 
         "",
         case.title,
         f"  {flops / 1e9:.4g} GFLOP, {moved / 1e6:.4g} MB: floor {floor:.4g} ms",
-        f"  {'':18}{'ms':>10}{'ratio':>8}{'peak MB':>10}{'/floor':>8}",
+        "  " + table_line("", ("ms", "ratio", "peak MB", "/floor"), WIDTHS),
     ]
     for row in measured:
         if row.reason:
-            made.append(f"  {row.implementation:18}{row.reason}")
+            made.append(f"  {row.implementation:18}  {row.reason}")
             continue
-        numbers = f"{1e3 * row.seconds:10.4g}{_number(row.ratio, 2):>8}{_megabytes(row):>10}{row.over_floor:8.3g}"
-        made.append(f"  {row.implementation:18}{numbers}  {row.note}".rstrip())
+        cells = (_plain(1e3 * row.seconds, 4), _number(row.ratio, 2), _megabytes(row), _plain(row.over_floor, 3))
+        made.append("  " + table_line(row.implementation, cells, WIDTHS, row.note))
     ours = next((row for row in measured if row.implementation == OURS and row.seconds is not None), None)
     if device_name is not None and case.target is not None and ours is not None:
         limit = case.target.of(device_name)
         verdict = "reached" if ours.over_floor <= limit else "missed"
         made.append(f"  target: {limit:g} times the floor; measured {ours.over_floor:.3g}: {verdict}")
     return made
+
+
+def _plain(value: float, digits: int) -> str:
+    """So many digits; from a thousand on all before the point."""
+    return f"{value:.0f}" if value >= 1000.0 else f"{value:.{digits}g}"
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -100,10 +114,11 @@ class Verdict(NamedTuple):
     worse: bool
 
 
-def compare(baseline: Sequence[Row], table: Sequence[Row]) -> list[Verdict]:
+def compare(baseline: Sequence[Row], table: Sequence[Row], *, memory: bool = True) -> list[Verdict]:
     """The ratios of this project's side to torch eager may exceed the baseline's by 30 % in time and 10 % in memory.
 
-    Seconds aren't compared: they are the machine's. A case that only one of the two has is named and fails nothing.
+    Seconds aren't compared: they are the machine's. A case that only one of the two has is named and fails nothing, unless no
+    case is in both. A number that the baseline has and the run lacks is worse than any; without `memory` none is asked for.
     """
     old, new = ({_key(row): row for row in part if row["implementation"] == OURS} for part in (baseline, table))
     verdicts = []
@@ -114,7 +129,10 @@ def compare(baseline: Sequence[Row], table: Sequence[Row]) -> list[Verdict]:
             continue
         before = old[key]
         verdicts.append(_verdict(f"{title}: time ratio", before["ratio_to_eager"], row["ratio_to_eager"], TIME_TOLERANCE))
-        verdicts.append(_memory_verdict(title, before, row))
+        if memory:
+            verdicts.append(_memory_verdict(title, before, row))
+    if not old.keys() & new.keys():
+        verdicts.append(Verdict("no case of this run is in the baseline: WORSE", True))
     verdicts += [Verdict(f"{'  '.join(key)}: not measured now", False) for key in old if key not in new]
     return verdicts
 
@@ -135,8 +153,10 @@ def _memory_verdict(title: str, before: Row, now: Row) -> Verdict:
 
 
 def _verdict(title: str, before: str, now: str, tolerance: float, slack: float = 0.0) -> Verdict:
-    if not before or not now:
-        return Verdict(f"{title}: {'not in the baseline' if now else 'not measured now'}", False)
+    if not before:
+        return Verdict(f"{title}: not in the baseline", False)
+    if not now:
+        return Verdict(f"{title} {before} -> not measured now: WORSE", True)
     limit = float(before) * (1.0 + tolerance) + slack
     worse = float(now) > limit
     return Verdict(f"{title} {before} -> {now} (at most {limit:.4g}): {'WORSE' if worse else 'fine'}", worse)

@@ -33,7 +33,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Target:
-    """What reference/kernels.md 2.6 sets for a GPU: at most so many times the floor."""
+    """What a GPU should reach: at most so many times the floor."""
 
     over_floor: dict[str, float]
     """By a part of the device's name; "" is any device."""

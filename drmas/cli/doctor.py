@@ -182,8 +182,12 @@ def _backends(has_gpu: bool) -> Iterator[Check]:
 
     for op in KERNELS:
         on_gpu = torch.cuda.is_available() and op != "segment_advantage"  # advantages are computed where the rows are
-        backend = choose(op, "cuda" if on_gpu else "cpu")
-        yield Check(f"kernel {op}", backend.name, reason=backend.reason)
+        try:
+            backend = choose(op, "cuda" if on_gpu else "cpu")
+        except ValueError as error:
+            yield Check(f"kernel {op}", "none", "missing", str(error))
+        else:
+            yield Check(f"kernel {op}", backend.name, reason=backend.reason)
 
 
 def _machine(has_gpu: bool) -> Iterator[Check]:

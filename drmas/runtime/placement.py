@@ -51,7 +51,10 @@ def describe(
     for name, policy in config.policies.items():
         read_architecture(folders[name]).check_tensor_parallel(policy.tensor_parallel, policy=name)
         lines[f"policy {name}"] = _policy(policy, world, parameters(folders[name]))
-    kernel = choose("linear_policy_loss", host_platform.device())
+    try:
+        kernel = choose("linear_policy_loss", host_platform.device())
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     lines["kernels"] = f"{kernel.name}: {kernel.reason}"
     return lines
 

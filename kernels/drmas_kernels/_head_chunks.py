@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drmas_kernels.vocab_statistics import LOWEST, merge, row_blocks
+from drmas_kernels.vocab_statistics import merge, moment, no_columns, row_blocks
 
-CHUNK_BYTES = 128 * 2**20
+CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2 * 2**30}
+"""Of a buffer of logits. A GPU reads the weight, and reads and writes its gradient, once per chunk: few large ones hide it."""
+_TILE_ROWS = {"cpu": 1, "cuda": 128}
 _WIDEN_BYTES = 16 * 2**20
 
 
@@ -68,8 +70,10 @@ class Shard:
         """Rows per chunk: as asked, else (0) what fills the buffer, spread evenly. The same on all ranks."""
         if chunk:
             return chunk
-        fit = max(16, CHUNK_BYTES // (4 * -(-self.vocab_size // self.world)))
-        return max(1, -(-tokens // max(1, -(-tokens // fit))))
+        tile = _TILE_ROWS[self.weight.device.type]
+        fit = max(16, CHUNK_BYTES[self.weight.device.type] // (4 * -(-self.vocab_size // self.world)))
+        even = -(-tokens // max(1, -(-tokens // fit)))
+        return max(1, min(-(-even // tile) * tile, max(fit // tile * tile, tile)))
 
     def _tensor_cores(self, operand: Tensor) -> bool:
         """bf16 products with fp32 results exist on GPUs; elsewhere bf16 is widened, which is exact."""
@@ -117,6 +121,9 @@ class TorchSteps:
         self._keep_shifted = keep_shifted
         """Leave u and not e^u in the buffer: the gradient of the entropy needs it."""
 
+    def buffer(self, rows: int, columns: int, device: torch.device) -> Tensor:
+        return torch.empty(rows, columns, dtype=torch.float32, device=device)
+
     def operand(self, hidden: Tensor, inverse_temperature: Tensor | None) -> Tensor:
         hidden = hidden.float()
         return hidden if inverse_temperature is None else hidden * inverse_temperature[:, None]
@@ -126,8 +133,7 @@ class TorchSteps:
         tokens, columns = logits.shape
         result = logits.new_zeros(tokens, 4)
         if columns == 0:
-            result[:, 0], result[:, 3] = LOWEST, -torch.inf
-            return result
+            return no_columns(result)
         chosen = logits.gather(1, column.clamp(0, columns - 1)[:, None]).squeeze(1)
         result[:, 3] = torch.where(_inside(column, columns), chosen, -torch.inf)
         for rows in row_blocks(logits):
@@ -136,7 +142,7 @@ class TorchSteps:
             shifted = block.sub_(row[:, :1]) if self._keep_shifted else block - row[:, :1]
             exponential = shifted.exp() if self._keep_shifted else torch.exp(shifted, out=block)
             row[:, 1] = exponential.sum(1)
-            row[:, 2] = torch.linalg.vecdot(exponential, shifted)
+            row[:, 2] = moment(exponential, shifted)
         return result
 
     def way_back(self, chunk: Chunk, entropy: Tensor, slope: Tensor, bonus: Tensor | None) -> Way:
@@ -167,6 +173,12 @@ class TritonSteps:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         """Of the products' operands, and so of the derivative by the logits."""
+        self._narrow: Tensor | None = None
+        """Where the derivative goes if it isn't fp32."""
+
+    def buffer(self, rows: int, columns: int, device: torch.device) -> Tensor:
+        """Rows begin at multiples of 64 bytes, whatever the vocabulary: else accesses could be no wider than an element."""
+        return torch.empty(rows, -(-columns // 16) * 16, dtype=torch.float32, device=device)[:, :columns]
 
     def operand(self, hidden: Tensor, inverse_temperature: Tensor | None) -> Tensor:
         return hidden
@@ -179,7 +191,12 @@ class TritonSteps:
     def way_back(self, chunk: Chunk, entropy: Tensor, slope: Tensor, bonus: Tensor | None) -> Way:
         from drmas_kernels import _logits_triton
 
-        out = chunk.logits if self._dtype == torch.float32 else torch.empty_like(chunk.logits, dtype=self._dtype)
+        out = chunk.logits
+        if self._dtype != torch.float32:
+            if self._narrow is None:  # the first chunk is the largest
+                rows, columns = out.shape
+                self._narrow = torch.empty(rows, out.stride(0), dtype=self._dtype, device=out.device)[:, :columns]
+            out = self._narrow[: out.shape[0]]
         inputs = (chunk.logits, chunk.merged, chunk.column, slope, bonus, chunk.inverse_temperature, out)
         return Way(_logits_triton.to_dlogits(*inputs, finite=True), None, None)
 
@@ -199,7 +216,7 @@ def chunks(
     """
     tokens = hidden.shape[0]
     rows = shard.chunk_rows(tokens, chunk)
-    buffer = torch.empty(min(rows, tokens), shard.size, dtype=torch.float32, device=hidden.device)
+    buffer = steps.buffer(min(rows, tokens), shard.size, hidden.device)
     for first in range(0, tokens, rows):
         part = slice(first, min(first + rows, tokens))
         inverse = None if inverse_temperature is None else inverse_temperature[part]

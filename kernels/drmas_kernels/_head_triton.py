@@ -37,6 +37,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from drmas_kernels.spec import KernelSpec
+from drmas_kernels.vocab_statistics import no_columns
 
 _LOWEST = tl.constexpr(-1e30)
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -302,13 +303,13 @@ def splits_of(columns: int, spec: KernelSpec) -> tuple[int, int]:
 
 
 def unsupported(hidden: Tensor, weight: Tensor) -> str | None:
-    """Why the kernel can't read these matrices, None if it can. They are bf16 or not; their layout is what is asked for."""
+    """Why the kernel can't read these matrices, None if it can: by dtypes and strides, so that ranks agree."""
     for name, matrix in (("hidden", hidden), ("weight", weight)):
         if matrix.dtype != torch.bfloat16:
             return f"{name} is {matrix.dtype}; the kernel multiplies bfloat16"
         if matrix.shape[1] == 0 or matrix.stride(1) != 1:
             return f"{name} {list(matrix.shape)} has strides {list(matrix.stride())}; expected rows of adjacent elements"
-        if matrix.shape[1] % 8 or matrix.stride(0) % 8 or matrix.data_ptr() % 16:
+        if matrix.shape[1] % 8 or matrix.stride(0) % 8:
             return f"{name}'s rows of {matrix.shape[1]} elements don't all begin at multiples of 16 bytes"
     return None
 
@@ -334,8 +335,9 @@ def head_statistics(
     if tokens == 0:
         return out
     if columns == 0:
-        return out.copy_(torch.tensor([_LOWEST.value, 0.0, 0.0, -torch.inf]))
+        return no_columns(out)
     spec = spec or _spec_for(hidden.device)
+    hidden, weight = (matrix.clone() if matrix.data_ptr() % 16 else matrix for matrix in (hidden, weight))
     rows, panel, depth = (spec.constants[name] for name in ("BLOCK_T", "BLOCK_V", "BLOCK_H"))
     splits, tiles_per_split = splits_of(columns, spec)
     inverse = _per_token(inverse_temperature, hidden)

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drmas_kernels.spec import ALIGNMENT, KernelSpec
+from drmas_kernels.vocab_statistics import no_columns
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -91,7 +92,7 @@ def _statistics(
     moment_all = tl.sum(power * (moment + shift * total), 0)
     # From 2^highest to the exact maximum, of which highest is a rounding.
     rest = tl.fma(top, scale, -highest)
-    back = tl.exp2(-rest)
+    back = tl.where(top > LOWEST, tl.exp2(-rest), 0.0)  # a row of -inf: what LOWEST rounds to is no remainder
     chosen = tl.load(column + row)
     inside = (chosen >= 0) & (chosen < columns)
     target = tl.load(start + chosen, mask=inside, other=-float("inf")).to(tl.float32)
@@ -335,7 +336,7 @@ def statistics(logits: Tensor, column: Tensor, inverse_temperature: float | Tens
     rows, columns = logits.shape
     out = torch.empty(rows, 4, dtype=torch.float32, device=logits.device)
     if columns == 0:
-        return out.copy_(out.new_tensor([LOWEST.value, 0.0, 0.0, -torch.inf]))
+        return no_columns(out)
     units = _units(logits)
     spec = _STATISTICS_SPECS[logits.dtype, units is not None]
     factor = _vector(inverse_temperature, 1.0, logits)

@@ -24,7 +24,7 @@ host reads the coefficients first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,9 @@ from drmas_kernels.tile_table import Span, TileTable
 
 _TILE = 2**19
 """Elements per pass of torch: a tile of scaled gradients stays in the cache, and is all the memory that a step needs."""
+
+_FACTORS = (torch.float32, torch.float64)
+"""What a coefficient may be."""
 
 
 class StepState(NamedTuple):
@@ -80,7 +83,7 @@ def slot_constants(
     return torch.stack([coefficient.double(), size, eps * root, lr * weight_decay], dim=1).float()
 
 
-def _reference(
+def adamw_step_reference(
     buffers: Sequence[Sequence[Tensor]],
     copies: Sequence[Tensor],
     spans: Tensor,
@@ -90,6 +93,7 @@ def _reference(
     weight_decay: Tensor,
     **settings: float,
 ) -> None:
+    """Of flat buffers and the spans of a `TileTable`, in plain torch; the numbers per slot are read on the host."""
     factors, rates, decays = coefficient.tolist(), lr.tolist(), weight_decay.tolist()
     for buffer, start, length, slot, _ in spans.tolist():
         factor = factors[slot]
@@ -140,7 +144,7 @@ def _op(
     StepState(step, skipped).advance(coefficient)
     buffers = list(zip(param, grad, exp_avg, exp_avg_sq, strict=True))
     if choose("adamw_step", offset.device).name == "torch":
-        _reference(buffers, copy, spans, step, coefficient, lr, weight_decay, beta1=beta1, beta2=beta2, eps=eps)
+        adamw_step_reference(buffers, copy, spans, step, coefficient, lr, weight_decay, beta1=beta1, beta2=beta2, eps=eps)
         return
     from drmas_kernels import _adamw_triton
 
@@ -176,7 +180,7 @@ def adamw_slots(
             table.check(name, tensors, torch.bfloat16 if name == "copy" else torch.float32)
     for name, count in zip(StepState._fields, state, strict=True):
         _check_slots(f"state.{name}", count, table, (torch.int64,))
-    _check_slots("coefficient", coefficient, table, (torch.float32, torch.float64))
+    _check_slots("coefficient", coefficient, table, _FACTORS)
     _check_numbers(lr=lr, eps=eps, weight_decay=weight_decay, beta1=beta1, beta2=beta2)
     per_slot = []
     for name, value in (("lr", lr), ("weight_decay", weight_decay)):
@@ -215,16 +219,17 @@ def adamw_step(
             raise ValueError(
                 f"{name} is {_words(tensor)}; expected a contiguous {dtype} {list(param.shape)} on {param.device}, as param"
             )
-    for name, scalar in (("step", step), ("coefficient", coefficient)):
-        if scalar.numel() != 1 or scalar.device != param.device:
-            raise ValueError(f"{name} is {_words(scalar)}; expected one number on {param.device}, as param")
+    for name, scalar, dtypes in (("step", step, (torch.int64,)), ("coefficient", coefficient, _FACTORS)):
+        if scalar.numel() != 1 or scalar.dtype not in dtypes or scalar.device != param.device:
+            kinds = " or ".join(map(str, dtypes))
+            raise ValueError(f"{name} is {_words(scalar)}; expected one number, {kinds}, on {param.device}, as param")
     flat = AdamBuffers(*([tensor.view(-1)] for tensor in tensors.values()), copy=[] if copy is None else [copy.view(-1)])
     settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     state = StepState(step.view(1), torch.zeros_like(step).view(1))
     adamw_slots(flat, state, _whole(param.numel(), param.device), coefficient=coefficient.view(1), **settings)
 
 
-@lru_cache(maxsize=4096)
+@cache  # for good: a captured CUDA graph holds the table's addresses, not the table
 def _whole(length: int, device: torch.device) -> TileTable:
     """Of one tensor; an optimiser asks for the same ones at every step."""
     return TileTable.build([Span(0, 0, length, 0)], [length], 1, device=device)

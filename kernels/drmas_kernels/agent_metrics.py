@@ -94,6 +94,7 @@ class AgentMetrics:
     def per_token(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
         """Readable values for the agents that had tokens: shares and means per token, the loss as it is.
 
+        `clip_low_share` and `clip_high_share` together are what others call clip_frac, `dual_clip_share` clip_frac_lower.
         `kl_ref` is there for agents with reference log-probs, `mismatch_mean` and `mismatch_truncated_share` for those with the
         engine's.
         """

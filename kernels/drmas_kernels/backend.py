@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -30,7 +29,8 @@ VARIABLE = "DRMAS_KERNELS"
 OLDEST = (8, 0)
 """The compute capability from which on the tile tables have entries."""
 
-_override: ContextVar[str | None] = ContextVar("drmas_kernels_backend", default=None)
+_overrides: list[str] = []
+"""Of the whole process: a backward pass on a GPU runs in threads of torch's own."""
 
 
 class Backend(NamedTuple):
@@ -40,30 +40,36 @@ class Backend(NamedTuple):
 
 @contextmanager
 def use(name: str) -> Iterator[None]:
-    """Run the operations called inside with this implementation. ValueError: there is no such one, or it can't run here."""
+    """Run the process's operations with this implementation meanwhile. ValueError: it doesn't exist or isn't installed."""
     _check(name, "the backend")
-    token = _override.set(name)
+    _overrides.append(name)
     try:
         yield
     finally:
-        _override.reset(token)
+        _overrides.pop()
 
 
 def choose(op: str, device: torch.device | str = "cpu") -> Backend:
-    """The implementation of `op` (one of `OPS`) for tensors on `device`. ValueError: no such operation, or a wrong override.
+    """The implementation of `op` (one of `OPS`) for tensors on `device`.
+
+    ValueError: there is no such operation, or the override names what can't run there.
 
     Example: choose("policy_loss") == Backend("torch", "Triton compiles for NVIDIA GPUs and the tensors are on cpu")
     """
     if op not in OPS:
         raise ValueError(f"op is {op!r}; expected one of {', '.join(OPS)}")
-    forced = _override.get()
-    if forced is not None:
-        return Backend(forced, "asked for by drmas_kernels.backend.use")
-    forced = os.environ.get(VARIABLE)
-    if forced:
-        _check(forced, VARIABLE)
-        return Backend(forced, f"asked for by {VARIABLE}")
-    return _automatic(torch.device(device))
+    device, origin = torch.device(device), "drmas_kernels.backend.use"
+    forced = _overrides[-1] if _overrides else None
+    if forced is None:
+        origin, forced = VARIABLE, os.environ.get(VARIABLE)
+    if not forced:
+        return _automatic(device)
+    _check(forced, origin)
+    if forced == "triton" and device.type == "cpu" and not _interpreting():
+        raise ValueError(
+            f"{origin} asks for triton, but tensors are on {device}, where it only interprets (TRITON_INTERPRET=1)"
+        )
+    return Backend(forced, f"asked for by {origin}")
 
 
 def _check(name: str, origin: str) -> None:
@@ -71,6 +77,13 @@ def _check(name: str, origin: str) -> None:
         raise ValueError(f"{origin} is {name!r}; expected one of {', '.join(BACKENDS)}")
     if name == "triton" and not _installed():
         raise ValueError(f"{origin} is 'triton', but the package triton is not installed")
+
+
+def _interpreting() -> bool:
+    """Triton decides so when it is imported."""
+    from triton import language
+
+    return type(language.sum).__name__ == "InterpretedFunction"
 
 
 def _automatic(device: torch.device) -> Backend:

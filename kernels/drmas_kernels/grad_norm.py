@@ -18,12 +18,13 @@ Squares of ranks add up: the caller sums them over the ranks that hold different
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from drmas_kernels._checks import check_device
 from drmas_kernels.backend import choose
 from drmas_kernels.tile_table import Span, TileTable
 
@@ -45,7 +46,8 @@ def _squared_norm(buffer: Tensor) -> Tensor:
     return tiles + torch.linalg.vector_norm(buffer[whole:]).double().square()
 
 
-def _squared_norms_reference(buffers: Sequence[Tensor], spans: Tensor, num_slots: int, device: torch.device) -> Tensor:
+def squared_norms_reference(buffers: Sequence[Tensor], spans: Tensor, num_slots: int, device: torch.device) -> Tensor:
+    """The sums of a `TileTable`'s spans, in plain torch."""
     squared = torch.zeros(num_slots, dtype=torch.float64, device=device)
     for buffer, start, length, slot, counted in spans.tolist():
         if counted:
@@ -65,7 +67,7 @@ def _op(
 ) -> Tensor:
     """[slots] float64; all but the first argument are a `TileTable`'s."""
     if choose("squared_norms", offset.device).name == "torch":
-        return _squared_norms_reference(buffers, spans, slot_tiles.shape[0] - 1, offset.device)
+        return squared_norms_reference(buffers, spans, slot_tiles.shape[0] - 1, offset.device)
     from drmas_kernels import _grad_norm_triton
 
     return _grad_norm_triton.squared_norms(buffers, buffer_tiles, offset, length, row, slot_tiles)
@@ -107,8 +109,7 @@ def squared_norms(
             raise ValueError(f"a gradient buffer is {buffer.dtype} {list(buffer.shape)}; expected a contiguous float32 vector")
         if not 0 <= group < num_groups:
             raise ValueError(f"group is {group}; expected 0 to {num_groups - 1}")
-        if buffer.device != buffers[0].device:
-            raise ValueError(f"a gradient buffer is on {buffer.device}; expected {buffers[0].device}, as the first one")
+        check_device("a gradient buffer", buffer, buffers[0], "the first one")
     if not buffers:
         return torch.zeros(num_groups, dtype=torch.float64, device=device or "cpu")
     where = buffers[0].device
@@ -135,7 +136,7 @@ def _whole_storages(parts: Sequence[Tensor]) -> tuple[list[Tensor], tuple[tuple[
     return buffers, tuple(places)
 
 
-@lru_cache(maxsize=64)
+@cache  # for good: a captured CUDA graph holds the table's addresses, not the table
 def _table_of(
     places: tuple[tuple[int, int, int], ...],
     groups: tuple[int, ...],

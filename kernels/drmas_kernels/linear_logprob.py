@@ -9,16 +9,19 @@ Contract
       dz_v = p_v (b (log p_v + H) - g) + g [v = y],   dH = dz W / temperature,   dW = dz^T h / temperature
   That is three matrix products, 6 T H V FLOP, where recomputing the logits in the backward pass costs 8 T H V. It needs the
   loss's upstream gradient in advance: `grad_scale`. Backward compares it with what arrives and raises if they differ (on a GPU
-  by an assertion on the device, which waits for nothing). The objective "gspo" needs the log-probs of whole rows before the
-  first slope: it goes by way of `linear_logprob`, at 8 T H V.
+  with check_values=False by an assertion on the device: it waits for nothing, and if it fails the device is lost to the
+  process). The objective "gspo" needs the log-probs of whole rows before the first slope: it goes by way of `linear_logprob`,
+  at 8 T H V.
   `linear_logprob` has a gradient too, for callers with a loss of their own: backward takes any upstream gradient per token, in
-  g = d loss / d logprob and b = -d loss / d entropy, and computes the logits again.
+  g = d loss / d logprob and b = -d loss / d entropy, and computes the logits again. There are no second derivatives.
 
   hidden [T, H] and weight [v, H]: fp32 or bf16, the same dtype; target [T] int64. Logits, statistics and dW are fp32. bf16
-  products have fp32 results: on GPUs by tensor cores, elsewhere widened block by block, which is exact. dH is summed in fp32
-  and rounded once to the dtype of hidden. Where `weight.main_grad` (fp32) exists, dW is added to it (by `linear_policy_loss`
-  in the forward pass) and the gradient returned for weight is the stand-in that Megatron's hooks expect; else dW is returned
-  in the dtype of weight.
+  products have fp32 results: on GPUs by tensor cores, elsewhere widened block by block, which is exact. fp32 products on GPUs
+  follow torch.get_float32_matmul_precision; the bounds are for "highest". dH is summed in fp32 and rounded once to the dtype of
+  hidden. Where `weight.main_grad` (fp32) exists, dW is added to it (by `linear_policy_loss` in the forward pass) and the
+  gradient returned for weight is the stand-in that Megatron's hooks expect; else dW is returned in the dtype of weight. So a
+  loss that nobody differentiates is formed under no_grad, and the head stays out of activation checkpointing, which would run
+  it twice (refused).
 
   Tokens of weight 0 (in `linear_logprob`'s backward: of upstream gradient 0) are dropped before the first product: exactly 0
   loss, log-prob, dH, dW and metrics, even if their hidden row or target is garbage. No token left: loss 0, gradients 0. Columns
@@ -29,13 +32,15 @@ Contract
   by kernels), an all-gather of (m, s, q, z_y) per token, merged in rank order, so log-probs, entropies and losses have the same
   bits on all ranks. dH is this shard's PARTIAL sum: the caller adds the ranks up.
 
-  Memory: one [chunk, v] fp32 buffer of at most 128 MiB by default, beside inputs and gradients (the kernels keep a bf16 copy of
-  it for bf16 products, and need none where no gradient is wanted). Deterministic: no atomics, fixed order. The chunk size
-  changes results only by the rounding of the products (numerics.LOGPROB).
+  Memory: one [chunk, v] fp32 buffer of at most 128 MiB (GPU: 2 GiB), with Triton and bf16 half as much again for its
+  derivative; dH in fp32 before it is rounded; dW in fp32 where there is no main_grad. With Triton, bf16 and H a multiple of 8,
+  log-probs without gradient need no buffer: `_head_triton` forms them tile by tile. Deterministic: no atomics, fixed order. The
+  chunk size changes results only by the rounding of the products (numerics.LOGPROB).
 
   Values are checked: targets, rows, agents and temperatures out of range raise. That waits for a GPU, and so does looking for
   the tokens that have weight. `check_values=False` and `index` (their positions, which whoever packed the batch knows) avoid
-  both; a target or row out of range then gives a NaN loss.
+  both; a target or row out of range then gives a NaN loss. The backward pass of `linear_logprob` waits either way, and so does
+  "gspo".
 
 Gradients in forward follow Liger's fused head, the shifted moment and the packed all-gather are this project's.
 """
@@ -49,15 +54,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from drmas_kernels import _head_chunks
+from drmas_kernels._checks import check_device, check_range
 from drmas_kernels._head_chunks import Shard, Sink, TorchSteps, TritonSteps
 from drmas_kernels.backend import choose
 from drmas_kernels.policy_loss import (
     AgentMetrics,
     PolicyLossOptions,
     TokenInputs,
-    check_range,
     evaluate,
     policy_loss_of,
     select_tokens,
@@ -264,19 +270,29 @@ class _AttachGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, dhidden: Tensor | None, dweight: Tensor | None, scale: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        loss: Tensor,
+        dhidden: Tensor | None,
+        dweight: Tensor | None,
+        scale: float,
+        check_values: bool,
     ) -> Tensor:
         ctx.save_for_backward(dhidden, dweight)
-        ctx.weight, ctx.scale = weight, scale
+        ctx.weight, ctx.scale, ctx.check_values, ctx.handed_out = weight, scale, check_values, False
         return loss.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        _check_upstream(upstream, ctx.scale)
+        _check_upstream(upstream, ctx.scale, ctx.check_values)
         dhidden, dweight = ctx.saved_tensors
         if ctx.needs_input_grad[1] and dweight is None:
-            dweight = _stand_in(ctx.weight)
-        return dhidden, dweight, None, None, None, None
+            if ctx.handed_out:
+                raise RuntimeError("a second backward of this loss; the weight's gradient went into main_grad once, in forward")
+            dweight, ctx.handed_out = _stand_in(ctx.weight), True
+        return dhidden, dweight, None, None, None, None, None
 
 
 class _Scored(torch.autograd.Function):
@@ -292,6 +308,7 @@ class _Scored(torch.autograd.Function):
         return _scores(merged)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dlogprob: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, target, inverse_temperature, merged = ctx.saved_tensors
         wanted = (dlogprob != 0) | (dentropy != 0)
@@ -314,15 +331,15 @@ class _Scored(torch.autograd.Function):
             want_hidden,
             *ctx.columns,
         )
-        dhidden = _scatter(dhidden, index, hidden.shape[0]).to(hidden.dtype) if want_hidden else None
+        dhidden = _scatter(dhidden.to(hidden.dtype), index, hidden.shape[0]) if want_hidden else None
         if dweight is not None:
             dweight = _stand_in(ctx.weight) if _main_grad(ctx.weight) is not None else dweight.to(weight.dtype)
         return dhidden, dweight, None, None, None
 
 
-def _check_upstream(upstream: Tensor, scale: float) -> None:
+def _check_upstream(upstream: Tensor, scale: float, check_values: bool) -> None:
     agrees = (upstream - scale).abs() <= 1e-6 * abs(scale)
-    if upstream.is_cuda:
+    if upstream.is_cuda and not check_values:
         torch._assert_async(agrees, f"the gradient arriving at the policy loss is not grad_scale={scale}")
     elif not bool(agrees):
         raise ValueError(
@@ -333,8 +350,9 @@ def _check_upstream(upstream: Tensor, scale: float) -> None:
 
 def _main_grad(weight: Tensor) -> Tensor | None:
     main = getattr(weight, "main_grad", None)
-    if main is not None and main.dtype != torch.float32:
-        raise ValueError(f"weight.main_grad is {main.dtype}; expected float32 (gradients are accumulated in fp32)")
+    if main is not None and (main.dtype != torch.float32 or main.shape != weight.shape or main.device != weight.device):
+        found, expected = (f"{list(tensor.shape)} on {tensor.device}" for tensor in (main, weight))
+        raise ValueError(f"weight.main_grad is {main.dtype} {found}; expected float32 {expected} (gradients add up in fp32)")
     return main
 
 
@@ -363,7 +381,7 @@ def _scatter(values: Tensor, index: Tensor | None, tokens: int) -> Tensor:
 def _inverse_temperature(
     temperature: float | Tensor, hidden: Tensor, index: Tensor | None, check_values: bool
 ) -> Tensor | None:
-    """1 / temperature per token [T] for the tokens at `index`, None for the constant 1."""
+    """1 / temperature per token [T] for the tokens at `index`, None for the constant 1. It gets no gradient."""
     tokens = hidden.shape[0]
     if not isinstance(temperature, Tensor):
         if not (temperature > 0 and math.isfinite(temperature)):
@@ -372,22 +390,22 @@ def _inverse_temperature(
         return None if temperature == 1.0 else hidden.new_full((count,), 1.0 / temperature, dtype=torch.float32)
     if temperature.shape != (tokens,):
         raise ValueError(f"temperature has shape {list(temperature.shape)}; expected a number or [{tokens}]")
-    chosen = temperature if index is None else temperature[index]
+    check_device("temperature", temperature, hidden, "hidden")
+    chosen = temperature.detach() if index is None else temperature.detach()[index]
     if check_values and not bool(((chosen > 0) & chosen.isfinite()).all()):
         raise ValueError("temperature holds a value that is not positive and finite")
     return chosen.float().reciprocal()
 
 
 def _check_head(hidden: Tensor, weight: Tensor, target: Tensor, shard: Shard, chunk: int | None) -> None:
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [T, H] and [v, H]")
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or not hidden.shape[1]:
+        raise ValueError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [T, H] and [v, H], H not 0")
     if hidden.dtype != weight.dtype or hidden.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"hidden is {hidden.dtype}, weight is {weight.dtype}; expected both float32 or both bfloat16")
     if target.shape != hidden.shape[:1] or target.dtype != torch.int64:
         raise ValueError(f"target is {target.dtype} {list(target.shape)}; expected int64 [{hidden.shape[0]}]")
     for name, tensor in (("weight", weight), ("target", target)):
-        if tensor.device != hidden.device:
-            raise ValueError(f"{name} is on {tensor.device}; expected the device of hidden, {hidden.device}")
+        check_device(name, tensor, hidden, "hidden")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; expected at least 1 token")
     if shard.vocab_size < 1 or shard.vocab_size > weight.shape[0] * shard.world:
@@ -475,6 +493,7 @@ def linear_policy_loss(
         index=index,
         check_values=check_values,
     )
+    check_device("token_weight", inputs.weight, hidden, "hidden")
     where = slice(None) if inputs.index is None else inputs.index
     if check_values:
         check_range("target", target[where], shard.vocab_size)
@@ -484,6 +503,9 @@ def linear_policy_loss(
         return _over_whole_rows(hidden, weight, target, inverse, columns, inputs, options, num_agents)
     tracked = torch.is_grad_enabled()
     want_hidden, want_weight = tracked and hidden.requires_grad, tracked and weight.requires_grad
+    keep = want_weight and _main_grad(weight) is None
+    if want_weight and not keep and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError("the loss is formed again in a backward pass (checkpointing), which would add to main_grad twice")
     with torch.no_grad():
         dweight = _weight_sink(weight) if want_weight else None
         loss, logprob, metrics, dhidden = _loss_and_gradients(
@@ -501,9 +523,9 @@ def linear_policy_loss(
         )
         logprob = _scatter(logprob, inputs.index, hidden.shape[0])
     if want_hidden or want_weight:
-        dhidden = _scatter(dhidden, inputs.index, hidden.shape[0]).to(hidden.dtype) if want_hidden else None
-        keep = want_weight and _main_grad(weight) is None
-        loss = _AttachGradients.apply(hidden, weight, loss, dhidden, dweight.to(weight.dtype) if keep else None, grad_scale)
+        dhidden = _scatter(dhidden.to(hidden.dtype), inputs.index, hidden.shape[0]) if want_hidden else None
+        handed = (dhidden, dweight.to(weight.dtype) if keep else None)
+        loss = _AttachGradients.apply(hidden, weight, loss, *handed, grad_scale, check_values)
     given = {"reference": ref_logprob is not None, "rollout": rollout_logprob is not None}
     return PolicyLoss(loss, logprob, AgentMetrics.from_matrix(metrics, **given))
 

@@ -41,8 +41,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drmas_kernels import vocab_statistics
+from drmas_kernels._checks import check_device, check_range
 from drmas_kernels.backend import choose
-from drmas_kernels.policy_loss import check_range
 
 
 def logprob_reference(
@@ -188,8 +188,7 @@ def _check_arguments(logits: Tensor, target: Tensor) -> None:
         raise ValueError(f"logits is {list(logits.shape)}; expected at least one column")
     if target.shape != logits.shape[:-1] or target.dtype != torch.int64:
         raise ValueError(f"target is {target.dtype} {list(target.shape)}; expected int64 {list(logits.shape[:-1])}")
-    if target.device != logits.device:
-        raise ValueError(f"target is on {target.device}; expected {logits.device}, where the logits are")
+    check_device("target", target, logits, "logits")
 
 
 def _check_shard(width: int, vocab_start: int, vocab_size: int, world: int, rank: int) -> None:
@@ -212,6 +211,7 @@ def _inverse_temperature(temperature: float | Tensor, target: Tensor, check_valu
         return torch.full((target.numel(),), 1.0 / temperature, dtype=torch.float32, device=target.device)
     if temperature.shape != target.shape:
         raise ValueError(f"temperature has shape {list(temperature.shape)}; expected a number or {list(target.shape)}")
+    check_device("temperature", temperature, target, "target")
     if check_values and not bool(((temperature > 0) & temperature.isfinite()).all()):
         raise ValueError("temperature holds a value that is not positive and finite")
     return temperature.detach().reshape(-1).float().reciprocal()

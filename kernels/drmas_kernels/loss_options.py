@@ -5,6 +5,7 @@ Read by `policy_loss` and, through it, by the output head. The formulas are in t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,19 +21,21 @@ MISMATCH_RULES = ("none", "truncate", "mask")
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossOptions:
-    """`dual_clip` None switches the dual clip off; it must exceed 1. The objective "cispo" has no dual clip.
-
-    `kl` with `kl_coefficient` adds the KL to the reference. `mismatch` says what becomes of the ratio of the trainer's to the
-    engine's log-prob: "truncate" at `mismatch_high`, or "mask" tokens where it is outside `mismatch_low`..`mismatch_high`.
+    """Ten scalars. So they pass through a custom operator, as its last arguments, of these names and in this order:
+    `dataclasses.astuple(options)` goes in, `PolicyLossOptions(*scalars)` comes out.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = 3.0
+    """More than 1, or None for off. The objective "cispo" has no dual clip: there it changes nothing."""
     entropy_bonus: float = 0.0
     kl: Literal["k1", "k2", "k3"] | None = None
+    """The estimator of the KL to the reference, which is added times `kl_coefficient`."""
     kl_coefficient: float = 0.0
     mismatch: Literal["none", "truncate", "mask"] = "none"
+    """What becomes of the ratio of the trainer's to the engine's probability: "truncate" it at `mismatch_high` (truncated
+    importance sampling, TIS), or "mask" tokens where it is outside `mismatch_low`..`mismatch_high` (IcePop)."""
     mismatch_low: float = 0.5
     mismatch_high: float = 2.0
     objective: Literal["ppo", "cispo", "gspo"] = "ppo"
@@ -41,6 +44,9 @@ class PolicyLossOptions:
         for name in ("clip_low", "clip_high", "entropy_bonus", "kl_coefficient", "mismatch_low"):
             if not getattr(self, name) >= 0.0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number of at least 0")
+        for name in ("entropy_bonus", "kl_coefficient"):
+            if math.isinf(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a finite number")
         if self.dual_clip is not None and not self.dual_clip > 1.0:
             raise ValueError(f"dual_clip is {self.dual_clip}; expected more than 1, or None for off")
         if self.kl is not None and self.kl not in KL_ESTIMATORS:

@@ -52,7 +52,9 @@ LOSS = Tolerance(2e-6, 2e-6, "log-probs within LOGPROB averaged over tokens; the
 POLICY_TERM = Tolerance(
     2e-6, 5e-6, "a log-ratio of up to 20 rounded to fp32 moves e^it by 1e-6, its exponent in base 2 as much"
 )
-SQUARED_NORM = Tolerance(0.0, 1e-6, "tiles of 256 squares in fp32, tiles in float64")
+SQUARED_NORM = Tolerance(
+    0.0, 1e-6, "fp32 inside a tile: sums of 256 squares in torch, in Triton of 8 per lane and then a tree; tiles in float64"
+)
 ADAMW = Tolerance(1e-7, 1e-6, "a few fp32 roundings per element and step")
 ADAMW_STEP = Tolerance(
     4 * 2**-23, 0.0, "4 ulp for one step on the same state; both sides over the sum of the terms' magnitudes"
@@ -62,6 +64,12 @@ ADAMW_STEP = Tolerance(
 def logprob_tolerance(largest_logit: float, hidden: int) -> Tolerance:
     """LOGPROB for logits up to this size: each of `hidden` additions rounds a partial sum that large, as a random walk."""
     return LOGPROB._replace(abs=LOGPROB.abs + 6e-8 * hidden**0.5 * largest_logit)
+
+
+def policy_loss_tolerance(magnitude: float) -> Tolerance:
+    """For a loss whose tokens' parts have this sum of magnitudes: each part is off as POLICY_TERM says, and they may cancel."""
+    reason = "5e-6 of what is added up, as POLICY_TERM, and fp32 sums and the loss rounded to fp32"
+    return Tolerance(1e-6 + POLICY_TERM.rel * magnitude, POLICY_TERM.rel, reason)
 
 
 def advantage_bound(advantage: Tensor, mean: Tensor, divisor: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ Contract
   0..R-1; agent [R] int64 in 0..num_agents-1. The advantage is looked up by row: no vector over tokens is made of it. With
   `check_values=False` nothing waits for the device; a row or agent out of range then makes the loss NaN.
 
-  Memory: 12 bytes per token and 4 for each optional log-prob and the entropy are read, 4 are written; some 60 FLOP each.
+  Memory: 16 bytes per token (log-prob, weight, row) and 4 for each optional log-prob and the entropy are read, 4 are written;
+  some 20 FLOP each for loss and slope, without the metrics.
   Deterministic, without atomics. The torch implementation sums in float64; the Triton kernels sum blocks of 1024 tokens in fp32
   and the blocks in order in float64.
 
@@ -47,6 +48,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from drmas_kernels import backend
+from drmas_kernels._checks import check_device, check_range
 from drmas_kernels.agent_metrics import ROWS, AgentMetrics
 from drmas_kernels.loss_options import KL_LIMIT, LOG_RATIO_LIMIT, PolicyLossOptions
 
@@ -57,7 +59,6 @@ __all__ = [
     "TokenInputs",
     "TokenTerms",
     "aggregation_weights",
-    "check_range",
     "evaluate",
     "policy_loss",
     "policy_loss_of",
@@ -215,7 +216,7 @@ def weighted_terms(terms: TokenTerms, inputs: TokenInputs, entropy_bonus: float)
     return inputs.weight.double() * (terms.loss.double() - entropy_bonus * terms.entropy.double())
 
 
-def _evaluate_torch(
+def policy_loss_reference(
     logprob: Tensor, entropy: Tensor | None, inputs: TokenInputs, options: PolicyLossOptions, num_agents: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, slope, metrics matrix): the specification of `_policy_loss_triton.evaluate`."""
@@ -262,7 +263,7 @@ def _evaluate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, slope, metrics matrix) by the chosen implementation."""
     if not _on_triton(logprob):
-        return _evaluate_torch(logprob, entropy, inputs, options, num_agents)
+        return policy_loss_reference(logprob, entropy, inputs, options, num_agents)
     from drmas_kernels import _policy_loss_triton
 
     means = None
@@ -381,20 +382,10 @@ def _check_vectors(
         if tensor is not None and not tensor.is_floating_point():
             raise ValueError(f"{name} is {tensor.dtype}; expected floating point")
     for name, tensor in {**logprobs, "row": row, "advantage": advantage, "agent": agent, "index": index}.items():
-        if tensor is not None and tensor.device != token_weight.device:
-            raise ValueError(f"{name} is on {tensor.device}; expected the device of token_weight, {token_weight.device}")
+        check_device(name, tensor, token_weight, "token_weight")
     for name, tensor in (("row", row), ("agent", agent), ("index", index)):
         if tensor is not None and tensor.dtype != torch.int64:
             raise ValueError(f"{name} is {tensor.dtype}; expected int64")
-
-
-def check_range(name: str, value: Tensor, size: int) -> None:
-    """ValueError unless every entry is in 0..size-1."""
-    if value.numel() == 0:
-        return
-    low, high = (int(bound) for bound in torch.aminmax(value))
-    if low < 0 or high >= size:
-        raise ValueError(f"{name} runs from {low} to {high}; expected 0 to {size - 1}")
 
 
 def aggregation_weights(
@@ -410,6 +401,9 @@ def aggregation_weights(
     tokens. Tokens where `mask` [T] bool is False weigh 0 and count nowhere. row [T] int64 in 0..R-1; episode_of_row and
     agent_of_row [R] int64, any numbers. ValueError names the argument that is wrong.
 
+    For callers that hold tensors: what they hand to `policy_loss` or the output head as `token_weight`. The trainer of drmas
+    holds rows and forms the same weights in `drmas.core.batching`.
+
     Example: rows of 1 and 3 tokens by "turn" weigh [1/2, 1/6, 1/6, 1/6]
     """
     if how not in ("token", "turn", "episode", "agent"):
@@ -421,6 +415,8 @@ def aggregation_weights(
         raise ValueError(f"agent_of_row has {len(agent_of_row)} rows; expected those of episode_of_row, {len(episode_of_row)}")
     if mask is not None and (mask.shape != row.shape or mask.dtype != torch.bool):
         raise ValueError(f"mask is {mask.dtype} {list(mask.shape)}; expected bool {list(row.shape)}")
+    for name, tensor in (("episode_of_row", episode_of_row), ("agent_of_row", agent_of_row), ("mask", mask)):
+        check_device(name, tensor, row, "row")
     counted = torch.ones_like(row, dtype=torch.bool) if mask is None else mask
     chosen = row[counted]
     check_range("row", chosen, episode_of_row.shape[0])
@@ -459,8 +455,7 @@ def _policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, slope, entropy slope, metrics matrix); logprob, entropy and their slopes over all tokens, the rest selected."""
     options = PolicyLossOptions(
-        *(clip_low, clip_high, dual_clip, entropy_bonus, kl, kl_coefficient),
-        *(mismatch, mismatch_low, mismatch_high, objective),
+        clip_low, clip_high, dual_clip, entropy_bonus, kl, kl_coefficient, mismatch, mismatch_low, mismatch_high, objective
     )
     inputs = TokenInputs(index, row, weight, old_logprob, ref_logprob, rollout_logprob, advantage, agent)
     everything = slice(None) if index is None else index
@@ -473,8 +468,11 @@ def _policy_loss(
 
 
 @_policy_loss.register_fake
-def _(logprob: Tensor, entropy: Tensor | None, index: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss, matrix = logprob.new_empty((), dtype=torch.float32), logprob.new_empty((len(ROWS), rest[7]), dtype=torch.float64)
+def _(
+    logprob, entropy, index, row, weight, old_logprob, ref_logprob, rollout_logprob, advantage, agent, num_agents, *options
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss = logprob.new_empty((), dtype=torch.float32)
+    matrix = logprob.new_empty((len(ROWS), num_agents), dtype=torch.float64)
     return loss, torch.empty_like(logprob), torch.empty_like(logprob), matrix
 
 
@@ -485,6 +483,8 @@ def _keep_slopes(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 def _hand_out_slopes(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     """The slopes formed in the forward pass, times the upstream scalar."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("policy_loss has no second derivative; expected a backward pass without create_graph=True")
     slope, entropy_slope = ctx.saved_tensors
     return upstream * slope, upstream * entropy_slope if ctx.has_entropy else None, *[None] * ctx.others
 
@@ -538,4 +538,6 @@ def policy_loss(
         index=index,
         check_values=check_values,
     )
+    for name, tensor in (("logprob", logprob), ("entropy", entropy)):
+        check_device(name, tensor, token_weight, "token_weight")
     return _with_gradient(logprob, entropy, inputs, options, num_agents)

@@ -25,7 +25,7 @@ Contract
               reduced one by one, so that rows of one segment never change another.
 
   reward, penalty [N] floating; mean_segment, std_segment, episode [N] int64 (segments in 0..S-1); included [N] bool.
-  Reads about 33 N bytes and writes 8 N: launch-bound at any size that occurs. There is no gradient.
+  fp32 reads 33 N bytes and writes 4 N: launch-bound at any size that occurs. There is no gradient.
 
   Triton      computes what is fp32 in reward and penalty; other dtypes are computed by torch, whatever the backend. One
               launch after an integer plan made from the ids. Sums are 64-bit fixed point (`_segment_advantage_triton`), so the
@@ -39,12 +39,14 @@ The per-agent rule is Dr. MAS (segments are (task, agent)); the pooled one is GR
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from drmas_kernels._checks import check_device
 from drmas_kernels.backend import choose
 
 ROUNDING_ULPS = 4
@@ -298,6 +300,9 @@ def segment_advantage(
             raise ValueError(f"{name} is {choice!r}; expected one of {', '.join(choices)}")
     if ddof not in (0, 1):
         raise ValueError(f"ddof is {ddof}; expected 0 (population) or 1 (sample)")
+    for name, number in (("eps", eps), ("min_std", min_std)):
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{name} is {number}; expected a finite number, 0 or more")
     if leave_one_out and mean_segment is None:
         raise ValueError("leave_one_out needs mean_segment: there is no mean to leave a row out of")
     _check_rows(reward, penalty, mean_segment, std_segment, episode, included)
@@ -342,12 +347,17 @@ def _check_rows(
     for name, tensor in vectors.items():
         if tensor is not None and tensor.shape != reward.shape:
             raise ValueError(f"{name} has shape {list(tensor.shape)}; expected that of reward, {list(reward.shape)}")
+        check_device(name, tensor, reward, "reward")
     if included.dtype != torch.bool:
         raise ValueError(f"included is {included.dtype}; expected bool")
+    if not penalty.is_floating_point():
+        raise ValueError(f"penalty is {penalty.dtype}; expected floating point")
     for name in ("mean_segment", "std_segment", "episode"):
         tensor = vectors[name]
-        if tensor is not None and (tensor.dtype != torch.int64 or (tensor.numel() and int(tensor.min()) < 0)):
-            raise ValueError(f"{name} must be int64 and at least 0")
+        if tensor is not None and tensor.dtype != torch.int64:
+            raise ValueError(f"{name} is {tensor.dtype}; expected int64")
+        if tensor is not None and tensor.numel() and int(tensor.min()) < 0:
+            raise ValueError(f"{name} holds {int(tensor.min())}; expected 0 or more")
     for name, tensor in (("reward", reward), ("penalty", penalty)):
         wrong = (included & ~tensor.isfinite()).nonzero().flatten()
         if wrong.numel():
@@ -359,6 +369,8 @@ def _check_rows(
 
 def _num_segments(name: str, segment: Tensor | None, given: int | None) -> int:
     if segment is None:
+        if given is not None:
+            raise ValueError(f"num_{name}s is {given} but {name} is None; expected ids of segments, or no number of them")
         return 0
     needed = int(segment.max()) + 1 if segment.numel() else 0
     if given is not None and given < needed:

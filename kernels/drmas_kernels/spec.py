@@ -7,6 +7,7 @@ no autotuning, the same tiles on every rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -53,9 +54,9 @@ class KernelSpec:
     """Further compile options of Triton."""
 
     def launch(self, grid: Sequence[int], *arguments: Any) -> None:
-        """Run it on the current stream, with the run-time arguments in the order of `signature`.
+        """Run it on the current stream of the tensors' device, with the run-time arguments in the order of `signature`.
 
-        ValueError: an argument listed in `aligned` is not. An empty grid is no launch.
+        ValueError: an argument listed in `aligned` is not, or tensors are on several devices. An empty grid is no launch.
         """
         for (name, kind), value in zip(self.signature.items(), arguments, strict=True):
             if name in self.aligned and kind[0] in "*i":
@@ -64,7 +65,11 @@ class KernelSpec:
                     raise ValueError(f"{self.name}: {name} is {number}; expected a multiple of {ALIGNMENT}")
         if not all(grid):
             return
-        self.kernel[tuple(grid)](*arguments, **self.constants, **self.compile_options())
+        device, *others = (value.device for value in arguments if isinstance(value, torch.Tensor))
+        if set(others) - {device}:
+            raise ValueError(f"{self.name}: tensors are on {device} and {set(others) - {device}}; expected one device")
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.kernel[tuple(grid)](*arguments, **self.constants, **self.compile_options())
 
     def compile_options(self) -> dict[str, Any]:
         """What `triton.compile` takes. Fusing products and sums is asked for by name: Triton's default for it changes."""

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from drmas_kernels._checks import check_device
+
 TILE = 2**16
 """Elements: long enough that the partial sums are few and short enough that the tiles of 10^7 elements fill a GPU."""
 ALIGNMENT = 16
@@ -124,8 +126,7 @@ class TileTable:
             if buffer.dtype != dtype or buffer.shape != (length,) or not buffer.is_contiguous():
                 found = f"{buffer.dtype} {list(buffer.shape)} of stride {list(buffer.stride())}"
                 raise ValueError(f"{name}[{index}] is {found}; expected a contiguous {dtype} [{length}], as the table says")
-            if buffer.device != self.device:
-                raise ValueError(f"{name}[{index}] is on {buffer.device}; expected {self.device}, where the table is")
+            check_device(f"{name}[{index}]", buffer, self.offset, "the table")
 
 
 def _check(span: Span, lengths: Sequence[int], num_slots: int) -> None:

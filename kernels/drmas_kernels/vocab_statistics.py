@@ -40,9 +40,8 @@ def statistics(logits: Tensor, column: Tensor, inverse_temperature: float | Tens
     """
     rows, columns = logits.shape
     out = torch.empty(rows, 4, dtype=torch.float32, device=logits.device)
-    out[:, 0], out[:, 1:3], out[:, 3] = LOWEST, 0.0, -torch.inf
     if columns == 0:
-        return out
+        return no_columns(out)
     for part in row_blocks(logits):
         block, row = _scaled(logits, inverse_temperature, part), out[part]
         chosen = column[part].long()
@@ -52,8 +51,20 @@ def statistics(logits: Tensor, column: Tensor, inverse_temperature: float | Tens
         shifted = (block - row[:, :1]).clamp_(min=_DEEPEST)
         power = shifted.exp()
         row[:, 1] = power.sum(1)
-        row[:, 2] = torch.linalg.vecdot(power, shifted)
+        row[:, 2] = moment(power, shifted)
     return out
+
+
+def no_columns(out: Tensor) -> Tensor:
+    """Fill [T, 4] with the statistics of no columns; waits for nothing."""
+    out[:, 0], out[:, 1:3], out[:, 3] = LOWEST, 0.0, -torch.inf
+    return out
+
+
+def moment(power: Tensor, shifted: Tensor) -> Tensor:
+    """sum e^u u per row, in fp32: under autocast torch would round both factors to bf16."""
+    with torch.autocast(power.device.type, enabled=False):
+        return torch.linalg.vecdot(power, shifted)
 
 
 def merge(statistics: Tensor, group: Any) -> Tensor:

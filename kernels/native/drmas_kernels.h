@@ -26,7 +26,7 @@ typedef enum drmas_status {
   DRMAS_NO_DRIVER = 1,     /* libcuda.so.1 can't be opened, is too old, or finds no device */
   DRMAS_NO_CONTEXT = 2,    /* no CUDA context is current in this thread */
   DRMAS_NO_KERNEL = 3,     /* no kernel of this name, or none for this architecture */
-  DRMAS_BAD_ARGUMENT = 4,  /* count, size, alignment or shape of an argument */
+  DRMAS_BAD_ARGUMENT = 4,  /* a NULL, or the count, size, alignment or shape of a kernel's arguments */
   DRMAS_DRIVER_ERROR = 5,  /* a call of the driver failed */
   DRMAS_NO_MEMORY = 6
 } drmas_status;

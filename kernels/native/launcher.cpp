@@ -284,13 +284,13 @@ drmas_status drmas_find(const char *name, const char *arch, const drmas_kernel *
 }
 
 drmas_status drmas_load(const drmas_kernel *kernel) {
-  if (!kernel) return fail(DRMAS_NO_KERNEL, "drmas_load: kernel is NULL");
+  if (!kernel) return fail(DRMAS_BAD_ARGUMENT, "drmas_load: kernel is NULL");
   CUfunction function = nullptr;
   return guarded([&] { return function_of(*kernel, function); });
 }
 
 drmas_status drmas_launch(const drmas_kernel *kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, void *stream,
                           const drmas_value *values, size_t count) {
-  if (!kernel) return fail(DRMAS_NO_KERNEL, "drmas_launch: kernel is NULL");
+  if (!kernel) return fail(DRMAS_BAD_ARGUMENT, "drmas_launch: kernel is NULL");
   return guarded([&] { return launch(*kernel, {grid_x, grid_y, grid_z}, stream, values, count); });
 }

@@ -1,5 +1,6 @@
 """The kernels' benchmark: sides do the same work, table, CSV and plot hold what was measured, the check finds what is worse."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,15 @@ def test_rows_and_lines_of_what_was_measured():
     assert report.lines(SMALL[1], made, "NVIDIA H200")[-1] == "  target: 1.65 times the floor; measured 2: missed"
 
 
+def test_columns_stay_apart_however_wide_a_number_is():
+    wide = measured(OURS, 123_456.789, 98_765_432_100_000, ratio=12_345_678.9, note="a note")
+    text = report.lines(SMALL[1], [wide], None)[-1]
+    assert re.split(r"\s{2,}", text.strip()) == [OURS, "123456789", "12345678.90", "98765432.1", "246914", "a note"]
+    text = report.lines(SMALL[1], [measured(OURS, 0.0123456, 4_440_000, ratio=0.5), wide], None)
+    assert re.split(r"\s{2,}", text[-2].strip()) == [OURS, "12.35", "0.50", "4.4", "0.0247"]
+    assert text[-2].index("12.35") + len("12.35") == text[-3].index("ms") + len("ms")
+
+
 def test_memory_ratio_needs_a_peak_worth_the_name():
     table = report.rows([measured(OURS, 1.0, 5000), measured(EAGER, 2.0, 4000)])
     assert table[0]["memory_ratio_to_eager"] == ""
@@ -161,21 +171,32 @@ def test_csv_round_trip(tmp_path):
         ({"memory": "0.56", "peak": "20.0"}, []),  # 2 MB
         ({"memory": "", "peak": "117.0"}, []),
         ({"memory": "", "peak": "119.0"}, ["peak MB"]),
-        ({"memory": "", "peak": ""}, []),
+        ({"memory": "", "peak": ""}, ["peak MB 100.0 -> not measured now"]),
+        ({"time": ""}, ["time ratio 0.9 -> not measured now"]),
         ({"time": "9.0", "memory": "9.0", "shape": "T=128"}, []),
         ({"time": "9.0", "memory": "9.0", "implementation": EAGER}, []),
     ],
 )
 def test_check_compares_ratios(now, worse):
-    verdicts = report.compare([row()], [row(**now)])
+    verdicts = report.compare([row(), row("common")], [row(**now), row("common")])
     found = [verdict.text for verdict in verdicts if verdict.worse]
     assert len(found) == len(worse)
     assert all(part in text and "WORSE" in text for part, text in zip(worse, found, strict=True))
 
 
 def test_check_names_cases_that_one_side_lacks():
-    texts = [verdict.text for verdict in report.compare([row("policy_loss")], [row("logprob")])]
-    assert texts == ["logprob  T=64  float32: not in the baseline", "policy_loss  T=64  float32: not measured now"]
+    now = [row("logprob"), row("common", memory="", peak="")]
+    verdicts = report.compare([row("policy_loss"), row("common")], now, memory=False)
+    assert [verdict.text for verdict in verdicts if "common" not in verdict.text] == [
+        "logprob  T=64  float32: not in the baseline",
+        "policy_loss  T=64  float32: not measured now",
+    ]
+    assert not any(verdict.worse for verdict in verdicts)
+
+
+def test_check_fails_where_no_case_is_in_both():
+    worse = [verdict.text for verdict in report.compare([row("policy_loss")], [row("logprob")]) if verdict.worse]
+    assert worse == ["no case of this run is in the baseline: WORSE"]
 
 
 def test_a_run_prints_a_table_and_fails_beside_a_better_baseline(tmp_path, capsys):
@@ -188,8 +209,12 @@ def test_a_run_prints_a_table_and_fails_beside_a_better_baseline(tmp_path, capsy
     head, table = report.read_csv(csv)
     assert head["threads"] == str(torch.get_num_threads())
     assert [entry["implementation"] for entry in table] == [OURS, EAGER]
-    assert all(float(entry["ms"]) > 0 and float(entry["peak_mb"]) < 8.0 for entry in table)
+    assert all(float(entry["ms"]) > 0 and float(entry["peak_mb"]) >= 0 for entry in table)
 
+    table[0] |= {"ratio_to_eager": "1e9", "peak_mb": "9.0"}
+    report.write_csv(csv, head, table)
+    assert runner.main([*QUICK, "--op", "squared_norms", "--skip-memory", "--check", str(csv)]) == 0
+    assert "(at most 1.3e+09): fine" in capsys.readouterr().out
     table[0]["ratio_to_eager"] = "1e-9"
     report.write_csv(csv, head, table)
     assert runner.main([*QUICK, "--op", "squared_norms", "--skip-memory", "--check", str(csv)]) == 1
@@ -210,10 +235,23 @@ def test_a_plot_names_every_case_and_side(tmp_path):
 
 
 def test_sides_that_disagree_stop_the_run():
-    eager = measured(EAGER, 1.0, 1, answer=1.0)
-    runner._must_agree([measured("CCE", 1.0, 1, answer=1.01), measured(OURS, 1.0, 1)], eager)
+    ours, eager = measured(OURS, 1.0, 1, answer=1.01), measured(EAGER, 1.0, 1, answer=1.0)
+    assert runner.agreement([ours, measured("CCE", 1.0, 1), eager]) is None
     with pytest.raises(SystemExit, match=r"CCE gives 1\.1, torch eager 1\.0"):
-        runner._must_agree([measured("CCE", 1.0, 1, answer=1.1)], eager)
+        runner.agreement([ours, measured("CCE", 1.0, 1, answer=1.1), eager])
+    with pytest.raises(SystemExit, match="CCE gives nan"):
+        runner.agreement([ours, measured("CCE", 1.0, 1, answer=float("nan")), eager])
+
+
+def test_without_an_answer_of_eager_another_side_is_compared_with():
+    ours, eager = measured(OURS, 1.0, 1, answer=1.0), measured(EAGER, None, None, reason="out of memory")
+    peer = measured("CCE", 1.0, 1, answer=1.01)
+    assert runner.agreement([ours, eager, peer]) == "compared with drmas: torch eager gives no number here"
+    assert runner.agreement([ours, eager]) == "not compared: only drmas gives a number to compare"
+    assert runner.agreement([eager]) == "not compared: no side gives a number to compare"
+    peer.answer = 1.1
+    with pytest.raises(SystemExit, match=r"CCE gives 1\.1, drmas 1\.0"):
+        runner.agreement([ours, eager, peer])
 
 
 @pytest.mark.parametrize(
@@ -229,11 +267,26 @@ def test_wrong_choices_are_named(wrong, message):
 
 
 def test_wrong_arguments_are_named(capsys, tmp_path):
-    missing = str(tmp_path / "none.csv")
-    for wrong, message in ((["--repeats", "0"], "--repeats is 0"), (["--check", missing], "there is no such file")):
+    missing, there = tmp_path / "none.csv", tmp_path / "there.csv"
+    there.write_text("")
+    for wrong, message in (
+        (["--repeats", "0"], "--repeats is 0"),
+        (["--check", str(missing)], "there is no such file"),
+        (["--check", str(there), "--implementation", "CCE"], "--check compares ratios to torch eager, which isn't among"),
+        (["--sweep", "--check", str(there)], "please leave out --check"),
+    ):
         with pytest.raises(SystemExit, match="2"):
             runner.arguments(wrong)
         assert message in capsys.readouterr().err
+
+
+def test_the_header_holds_the_whole_command():
+    words = ["--op", "logprob", "--op", "policy_loss", "--implementation", EAGER, "--repeats", "3", "--skip-memory"]
+    head = runner.header(runner.arguments(["--shapes", "small", *words, "--skip-gate"]), Peaks(1e9, 1e9, "made up"))
+    assert head["command"] == (
+        "bench/kernels.py --shapes small --device cpu --dtype float32 --repeats 3 --op logprob --op policy_loss "
+        "--implementation 'torch eager' --skip-memory"
+    )
 
 
 def test_peak_memory_is_what_a_step_adds_to_a_process_and_is_limited():
@@ -246,7 +299,8 @@ def test_peak_memory_is_what_a_step_adds_to_a_process_and_is_limited():
         "limit_memory(2**30); torch.ones(500_000_000)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert 95e6 < int(done.stdout) < 110e6  # 40 MB, 20 MB and 40 MB at once
+    # 40 MB, 20 MB (which the allocator may have kept) and 40 MB at once; neither `kept` nor `larger`
+    assert 75e6 < int(done.stdout) < 135e6
     assert done.returncode == 1
     assert "can't allocate memory" in done.stderr
 
@@ -279,6 +333,20 @@ def test_out_of_memory_is_a_reason(monkeypatch):
     ours, eager = runner.run_case(case, sides, arguments, Peaks(1e9, 1e9, "made up"))
     assert (ours.reason, ours.seconds) == ("out of memory", None)
     assert eager.ratio == 1.0
+
+
+def test_a_run_fails_where_drmas_has_no_numbers(monkeypatch, capsys, tmp_path):
+    norm = next(case for case in SMALL if case.op == "squared_norms")
+    eager = Measured(norm, EAGER, seconds=2.0, ratio=1.0, peak_bytes=1, answer=1.0, floor_seconds=0.5)
+    monkeypatch.setattr(runner, "run_case", lambda *_: [Measured(norm, OURS, reason="out of memory"), eager])
+    monkeypatch.setattr(runner, "peaks", lambda *_, **__: Peaks(1e9, 1e9, "made up"))
+    assert runner.main([*QUICK, "--op", "squared_norms"]) == 1
+    out = capsys.readouterr().out
+    assert "squared_norms  n=4096  float32: drmas has no numbers: out of memory" in out
+    assert "  not compared: only torch eager gives a number to compare" in out
+    baseline = tmp_path / "old.csv"
+    report.write_csv(baseline, runner.header(runner.arguments(QUICK), Peaks(1e9, 1e9, "made up")), [row("squared_norms")])
+    assert runner.main([*QUICK, "--op", "squared_norms", "--check", str(baseline)]) == 1
 
 
 def test_a_gpu_is_measured_by_events_and_by_torchs_allocator(monkeypatch):
@@ -320,35 +388,59 @@ def test_sweep_shows_gradients_apart(monkeypatch, capsys):
     ]
 
 
-def test_best_seconds_takes_turns():
-    order = []
-    steps = {name: lambda name=name: order.append(name) for name in "ab"}
-    measure.CALL_SECONDS, before = 0.0, measure.CALL_SECONDS
-    try:
-        best = measure.best_seconds(steps, 3, "cpu")
-    finally:
-        measure.CALL_SECONDS = before
+def test_best_seconds_takes_turns(monkeypatch):
+    """With a clock that only the steps move: short ones are repeated, and the best round counts."""
+    order, now = [], [0.0]
+    seconds = {"a": iter([0.5, 0.375, 0.125, 0.25]), "b": iter([0.5, 0.5, 0.625, 0.75])}
+
+    def step(name):
+        order.append(name)
+        now[0] += next(seconds[name])
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    assert measure.best_seconds({name: lambda name=name: step(name) for name in "ab"}, 3, "cpu") == {"a": 0.125, "b": 0.5}
     assert order == list("ab" + "ab" * 3)
-    assert all(0 <= seconds < 1 for seconds in best.values())
+    order.clear()
+    seconds["a"] = iter([2**-7] * 100)
+    assert measure.best_seconds({"a": lambda: step("a")}, 2, "cpu") == {"a": 2**-7}
+    assert len(order) == 1 + 2 * 2  # two of them last 0.02 s, or nearly
 
 
-def test_floor_is_the_larger_of_the_two_bounds():
+def test_floor_is_the_larger_of_the_two_bounds(monkeypatch):
     top = Peaks(1e9, 1e9, "made up")
     assert Cost(2 * 10**9, 10**9).floor_seconds(top.flops, top.bytes) == 2.0
+    monkeypatch.setattr(measure, "best_seconds", lambda steps, *_: dict(zip(steps, (0.5, 0.25), strict=True)))
     found = measure.peaks("cpu", torch.float32, quick=True)
-    assert found.flops > 1e8
-    assert found.bytes > 1e8
+    assert found[:2] == (2 * 256**3 / 0.5, 2 * 2**20 / 0.25)
     assert "measured in this run" in found.origin
 
 
 @pytest.mark.parametrize(
-    ("name", "bandwidth"), [("NVIDIA H200", 4.8e12), ("NVIDIA H100 80GB HBM3", 3.35e12), ("NVIDIA A100-SXM4-40GB", 1.555e12)]
+    ("name", "flops", "bandwidth"),
+    [
+        ("NVIDIA H200", 989e12, 4.8e12),
+        ("NVIDIA H200 NVL", 835e12, 4.8e12),
+        ("NVIDIA GH200 480GB", 989e12, 4.0e12),
+        ("NVIDIA GH200 144G HBM3e", 989e12, 4.9e12),
+        ("NVIDIA H100 80GB HBM3", 989e12, 3.35e12),
+        ("NVIDIA H100 PCIe", 756e12, 2.0e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12, 1.555e12),
+    ],
 )
-def test_peaks_of_known_gpus_come_from_their_data_sheets(monkeypatch, name, bandwidth):
+def test_peaks_of_known_gpus_come_from_their_data_sheets(monkeypatch, name, flops, bandwidth):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     top = measure.peaks("cuda", torch.bfloat16)
-    assert top.bytes == bandwidth
+    assert top[:2] == (flops, bandwidth)
     assert "data sheet" in top.origin
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200 MIG 1g.18gb", "NVIDIA GeForce RTX 4090"])
+def test_peaks_of_other_gpus_are_measured(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(measure, "_measured", lambda *_: (2.0, 3.0))
+    top = measure.peaks("cuda", torch.bfloat16)
+    assert top[:2] == (2.0, 3.0)
+    assert "measured in this run" in top.origin
 
 
 def test_the_gate_has_tests_for_every_operation(monkeypatch, tmp_path):
@@ -356,8 +448,21 @@ def test_the_gate_has_tests_for_every_operation(monkeypatch, tmp_path):
         assert len(gate.tests_of([op])) > len(gate.ALWAYS), op
     assert len(gate.tests_of(["linear_logprob"] * 2)) == len(gate.tests_of(["linear_logprob"]))
     monkeypatch.setattr(gate, "FOLDER", tmp_path)
-    with pytest.raises(FileNotFoundError, match="has no tests of adamw_step; expected test_adamw"):
-        gate.tests_of(["adamw_step"])
+    (tmp_path / "test_linear_logprob.py").write_text("")
+    with pytest.raises(FileNotFoundError, match=r"has no test_head\*\.py, where .* expects tests of linear_logprob"):
+        gate.tests_of(["linear_logprob"])
+
+
+def test_the_gate_of_a_cpu_takes_the_tests_of_the_torch_backend():
+    parts = ("segment_advantage_triton", "grad_norm", "logprob", "logits_kernels", "head_kernel")
+    files = [str(gate.FOLDER / f"test_{part}.py") for part in parts]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", gate.SELECTED["cpu"], *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    taken = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+    for part in ("the_size_of_rewards_costs_no_digits[torch", "ranks_add_up_to_the_norm", "temperatures[torch"):
+        assert [test for test in taken if part in test], part
+    for part in ("[triton", "-triton", "every_rule_agrees", "two_ranks_equal_one", "every_column_can_be_the_target"):
+        assert not [test for test in taken if part in test], part
 
 
 def test_no_number_is_printed_where_a_correctness_test_fails(monkeypatch, tmp_path, capsys):

@@ -106,6 +106,12 @@ def test_exactly_the_kernels_that_a_run_calls_are_listed(installed):
     assert part(found, "trainer optimiser").found == "torch's fused AdamW"
 
 
+def test_an_override_that_cannot_run_is_named(installed, monkeypatch):
+    monkeypatch.setenv("DRMAS_KERNELS", "cuda")
+    found = installed()
+    assert "kernel linear_policy_loss: none; DRMAS_KERNELS is 'cuda'; expected one of torch, triton" in found.reasons
+
+
 def test_the_json_says_the_same(installed):
     found = installed({"transformers": "5.15.2"})
     answer = json.loads(render_json(found))

@@ -21,6 +21,18 @@ for module in MODULES:
     interpreter.load(f"drmas_kernels.{module}")
 
 
+def pytest_collection_modifyitems(items):
+    """Marks what a test runs: `triton` Triton kernels, `ranks` a process for each of several ranks."""
+    for item in items:
+        if item.path.parent != Path(__file__).parent:
+            continue
+        parameters = item.callspec.id.split("-") if hasattr(item, "callspec") else ()
+        if "triton_backend" in item.fixturenames or "triton" in parameters or item.path.stem == "test_head_kernel":
+            item.add_marker("triton")
+        if "ranks" in item.fixturenames:
+            item.add_marker("ranks")
+
+
 @pytest.fixture(params=["torch", "triton"])
 def backend(request):
     """Runs a test once with each implementation."""

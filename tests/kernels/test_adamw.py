@@ -9,7 +9,7 @@ from drmas_kernels import adamw, numerics
 from drmas_kernels.adamw import AdamBuffers, StepState, adamw_slots, adamw_step, slot_constants
 from drmas_kernels.grad_norm import SKIP
 from drmas_kernels.tile_table import TILE, Span, TileTable
-from tests.kernels.test_grad_norm import far_buffer  # noqa: F401
+from tests.kernels.memory import far_buffer
 
 SETTINGS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -212,10 +212,10 @@ def test_a_tensor_longer_than_a_tile(check_step, triton_backend, device):
     check_step((param, first, second), expected, terms)
 
 
-def test_offsets_beyond_32_bits_reach_their_elements(check_step, backend, device, far_buffer):  # noqa: F811
+def test_offsets_beyond_32_bits_reach_their_elements(check_step, backend, device):
     spans = [Span(0, place, 1_500, 0) for place in (2**31 - 100, 2**32 - 100)]
     length = 2**32 + 2_000
-    buffers = AdamBuffers(*([far_buffer(length)] for _ in range(4)))
+    buffers = AdamBuffers(*([far_buffer(length, device)] for _ in range(4)))
     for seed, span in enumerate(spans):
         for name, values in zip(AdamBuffers._fields, case(1_500, device, seed=seed), strict=False):
             stretch(buffers, span, (name,))[0].copy_(values)
@@ -282,13 +282,16 @@ def test_the_operation_is_registered_as_torch_wants_it(backend, device):
         ({"grad": torch.zeros(3, device="meta")}, r"grad is .* on meta; expected .* on cpu"),
         ({"copy": torch.zeros(2).bfloat16()}, r"copy is torch.bfloat16 \[2\].*; expected a contiguous torch.bfloat16 \[3\]"),
         ({"copy": torch.zeros(3)}, r"copy is torch.float32 \[3\].*; expected a contiguous torch.bfloat16 \[3\]"),
-        ({"step": torch.zeros(())}, r"state.step is torch.float32 \[1\].*; expected torch.int64 \[1\]"),
-        ({"step": torch.zeros(2, dtype=torch.int64)}, r"step is torch.int64 \[2\].*; expected one number on cpu"),
+        ({"step": torch.zeros(())}, r"^step is torch.float32 \[\] on cpu; expected one number, torch.int64, on cpu"),
+        (
+            {"step": torch.zeros(2, dtype=torch.int64)},
+            r"^step is torch.int64 \[2\].*; expected one number, torch.int64, on cpu",
+        ),
         ({"coefficient": torch.ones(())[None].expand(2)}, r"coefficient is torch.float32 \[2\].*; expected one number"),
-        ({"coefficient": torch.ones((), device="meta")}, r"coefficient is .* on meta; expected one number on cpu"),
+        ({"coefficient": torch.ones((), device="meta")}, r"coefficient is .* on meta; expected one number, .*, on cpu"),
         (
             {"coefficient": torch.ones((), dtype=torch.int64)},
-            r"coefficient is torch.int64 .*; expected torch.float32 or torch.float64",
+            r"^coefficient is torch.int64 \[\] on cpu; expected one number, torch.float32 or torch.float64, on cpu",
         ),
         ({"lr": -1e-3}, r"lr is -0.001; expected a finite number, 0 or more"),
         ({"eps": float("nan")}, r"eps is nan; expected a finite number"),

@@ -1,3 +1,9 @@
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 
 from drmas_kernels import backend
@@ -33,6 +39,16 @@ def test_an_override_is_the_reason(monkeypatch):
         choose("policy_loss")
 
 
+def test_an_override_holds_in_other_threads_and_ends():
+    """A backward pass on a GPU runs in threads of torch's own."""
+    with use("triton"), ThreadPoolExecutor(1) as other:
+        assert other.submit(choose, "logprob").result().name == "triton"
+        with use("torch"):
+            assert other.submit(choose, "logprob").result().name == "torch"
+        assert choose("logprob").name == "triton"
+    assert choose("logprob").reason.startswith("Triton compiles for NVIDIA GPUs")
+
+
 def test_what_is_not_there_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="op is 'softmax'; expected one of segment_advantage, "):
         choose("softmax")
@@ -41,3 +57,14 @@ def test_what_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(backend, "_installed", lambda: False)
     with pytest.raises(ValueError, match="the backend is 'triton', but the package triton is not installed"), use("triton"):
         pass
+
+
+def test_kernels_that_are_not_interpreted_refuse_tensors_on_a_cpu():
+    code = (
+        "import torch; from drmas_kernels.linear_logprob import linear_logprob; "
+        "linear_logprob(torch.ones(1, 8), torch.ones(3, 8), torch.tensor([0]))"
+    )
+    environment = os.environ | {"DRMAS_KERNELS": "triton", "PYTHONPATH": str(Path(__file__).parents[2] / "kernels")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "DRMAS_KERNELS asks for triton, but tensors are on cpu, where it only interprets (TRITON_INTERPRET=1)" in done.stderr

@@ -1,7 +1,6 @@
 """Norms of whole buffers and of slots, with both implementations, and the table that the kernels run over."""
 
 import math
-import mmap
 import random
 
 import pytest
@@ -10,21 +9,7 @@ import torch
 from drmas_kernels import grad_norm, numerics
 from drmas_kernels.grad_norm import SKIP, clip_coefficient, slot_norms, squared_norms
 from drmas_kernels.tile_table import ALIGNMENT, TILE, Span, TileTable
-
-MAP_NORESERVE = 0x4000
-
-
-@pytest.fixture
-def far_buffer(device):
-    """Makes a vector of zeros that no machine's memory has to hold whole."""
-
-    def make(length):
-        if device != "cpu":
-            return torch.zeros(length, device=device)
-        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        return torch.frombuffer(mmap.mmap(-1, 4 * length, flags=kind), dtype=torch.float32)
-
-    return make
+from tests.kernels.memory import far_buffer
 
 
 def by_slot(buffers, spans, num_slots):
@@ -171,9 +156,9 @@ def test_a_buffer_anywhere_in_memory_is_read_right(shift, check, backend, device
     check(slot_norms([flat], table).squared, expected, numerics.SQUARED_NORM)
 
 
-def test_offsets_beyond_32_bits_reach_their_elements(check, backend, device, far_buffer):
+def test_offsets_beyond_32_bits_reach_their_elements(check, backend, device):
     spans = [Span(0, place, 9_000, slot) for slot, place in enumerate((2**31 - 100, 2**32 - 100, 2**32 + 2**31 + 7))]
-    buffer = far_buffer(2**32 + 2**31 + 10_000)
+    buffer = far_buffer(2**32 + 2**31 + 10_000, device)
     for span, values in zip(spans, random_buffers(9_000, 9_000, 9_000, device=device), strict=True):
         buffer[span.start :][:9_000] = values
     table = TileTable.build(spans, [buffer.shape[0]], 3, tile=16_384, device=device)
@@ -219,6 +204,35 @@ def test_clip_coefficient_is_that_of_torch():
     torch.testing.assert_close(per_slot, torch.tensor([1.0, 0.5, SKIP]))
 
 
+def refuse(*_):
+    raise AssertionError("a number was read on the host")
+
+
+def test_the_host_waits_for_nothing(backend, device, monkeypatch):
+    """From the norms of slots to their coefficients; the spans, which torch reads, lie on the CPU."""
+    buffers = random_buffers(*LENGTHS, device=device)
+    table = TileTable.build(SPANS, LENGTHS, 5, device=device)
+    for name in ("item", "__bool__", "__float__", "__int__", "cpu", *(("tolist",) if backend == "triton" else ())):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    squared, finite = slot_norms(buffers, table)
+    coefficient = clip_coefficient(squared.sqrt(), 1.0)
+    monkeypatch.undo()
+    assert finite.all()
+    assert coefficient.tolist() == pytest.approx((1.0 / squared.sqrt()).clamp(max=1.0).tolist(), rel=1e-5)
+
+
+def test_norms_and_coefficients_have_shapes_before_values():
+    """On the meta device whatever asks for a value fails."""
+    table = TileTable.build(SPANS, LENGTHS, 5, device="meta")
+    squared, finite = slot_norms([torch.empty(length, device="meta") for length in LENGTHS], table)
+    coefficient = clip_coefficient(squared.sqrt(), 1.0)
+    assert [(x.device.type, x.shape, x.dtype) for x in (squared, finite, coefficient)] == [
+        ("meta", (5,), torch.float64),
+        ("meta", (5,), torch.bool),
+        ("meta", (5,), torch.float64),
+    ]
+
+
 def test_the_operation_is_registered_as_torch_wants_it(backend, device):
     buffers = random_buffers(100, 50, device=device)
     table = TileTable.build([Span(0, 0, 100, 1), Span(1, 5, 40, 0)], [100, 50], 3, device=device)
@@ -233,7 +247,7 @@ def test_bad_arguments_are_named():
         squared_norms([torch.ones(2)], [1], 1)
     with pytest.raises(ValueError, match="2 buffers but 1 groups"):
         squared_norms([torch.ones(2)] * 2, [0], 1)
-    with pytest.raises(ValueError, match="buffer is on meta; expected cpu"):
+    with pytest.raises(ValueError, match="buffer is on meta; expected the device of the first one, cpu"):
         squared_norms([torch.ones(2), torch.ones(2, device="meta")], [0, 0], 1)
     with pytest.raises(ValueError, match="max_norm is 0"):
         clip_coefficient(torch.ones(1), 0)
@@ -246,7 +260,7 @@ def test_bad_arguments_are_named():
         ([torch.ones(9), torch.ones(4)], r"buffers\[1\] is torch.float32 \[4\] .*expected a contiguous torch.float32 \[5\]"),
         ([torch.ones(9).double(), torch.ones(5)], r"buffers\[0\] is torch.float64 \[9\]"),
         ([torch.ones(18)[::2], torch.ones(5)], r"buffers\[0\] is .* of stride \[2\]; expected a contiguous"),
-        ([torch.ones(9), torch.ones(5, device="meta")], r"buffers\[1\] is on meta; expected cpu"),
+        ([torch.ones(9), torch.ones(5, device="meta")], r"buffers\[1\] is on meta; expected the device of the table, cpu"),
     ],
 )
 def test_buffers_that_are_not_the_tables_are_named(buffers, message):

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from drmas_kernels import _head_chunks, numerics
 from drmas_kernels import linear_logprob as module
-from drmas_kernels import numerics
+from drmas_kernels.backend import use
 from drmas_kernels.linear_logprob import linear_logprob, linear_logprob_reference, linear_policy_loss
 from drmas_kernels.policy_loss import PolicyLossOptions
+from drmas_kernels.spec import KernelSpec
 
 BONUS = PolicyLossOptions(clip_low=0.2, clip_high=0.28, dual_clip=3.0, entropy_bonus=0.05)
 
@@ -38,6 +40,9 @@ def _agree(case, check, options):
     check(result.logprob, logprob, numerics.LOGPROB)
     check(dhidden, expected_dhidden, numerics.GRADIENT)
     check(dweight, expected_dweight, numerics.GRADIENT)
+    others = torch.ones(case.weight.shape[0], dtype=torch.bool)
+    others[case.target] = False
+    _norms_agree(dweight[others], expected_dweight[others], 1e-5)
 
 
 @pytest.mark.usefixtures("backend")
@@ -213,6 +218,16 @@ def test_bfloat16_inputs_are_widened_exactly(head, check):
     check(result.logprob, logprob, numerics.LOGPROB)
     check(dhidden, expected_dhidden, numerics.GRADIENT_BF16)
     check(dweight, expected_dweight, numerics.GRADIENT_BF16)
+    _norms_agree(dhidden, expected_dhidden, numerics.GRADIENT_BF16_NORM)
+    others = torch.ones(1280, dtype=torch.bool)
+    others[case.target] = False
+    _norms_agree(dweight[~others], expected_dweight[~others], numerics.GRADIENT_BF16_NORM)
+    _norms_agree(dweight[others], expected_dweight[others], numerics.GRADIENT_BF16_NORM)
+
+
+def _norms_agree(actual, expected, share):
+    """Whatever the size of the entries, unlike an absolute tolerance."""
+    assert (actual - expected).norm() <= share * expected.norm()
 
 
 def test_bfloat16_is_widened_in_blocks(head, check, monkeypatch):
@@ -247,12 +262,22 @@ def test_the_weight_gradient_goes_into_main_grad(head, check, device, tied):
     weight.main_grad = torch.full((300, 16), 0.25, device=device)
     weight.zero_out_wgrad = tied
     result = linear_policy_loss(case.hidden.to(device), weight, *case.arguments(), num_agents=2, options=BONUS, grad_scale=0.5)
-    (result.loss * 0.5).backward()
+    (result.loss * 0.5).backward(retain_graph=True)
     check(weight.main_grad.cpu() - 0.25, 0.5 * case.oracle(BONUS)[4], numerics.GRADIENT)
     assert weight.grad_added_to_main_grad
     assert weight.grad.shape == weight.shape
+    with pytest.raises(RuntimeError, match="a second backward of this loss"):
+        (result.loss * 0.5).backward()
     if tied:
         assert not weight.grad.any()
+
+
+def test_I4_a_vocabulary_of_any_size_takes_the_kernels_for_aligned_rows(head, triton_backend, monkeypatch):
+    launched, launch = [], KernelSpec.launch
+    monkeypatch.setattr(KernelSpec, "launch", lambda spec, *rest: launched.append(spec.name) or launch(spec, *rest))
+    head(4, 16, 101, dtype=torch.bfloat16).run(BONUS)
+    assert "logits_gradient_fp32_bf16_bonus_finite" in launched
+    assert not [name for name in launched if "unaligned" in name]
 
 
 def test_main_grad_must_be_float32(head):
@@ -260,7 +285,7 @@ def test_main_grad_must_be_float32(head):
     weight = case.weight.clone().requires_grad_()
     weight.main_grad = torch.zeros(30, 16, dtype=torch.bfloat16)
     arguments = [getattr(case, name) for name in ("target", "old_logprob", "row", "advantage", "token_weight", "agent")]
-    with pytest.raises(ValueError, match=r"main_grad is torch\.bfloat16; expected float32"):
+    with pytest.raises(ValueError, match=r"main_grad is torch\.bfloat16 \[30, 16\] on cpu; expected float32 \[30, 16\] on cpu"):
         linear_policy_loss(case.hidden, weight, *arguments, num_agents=2, options=BONUS)
 
 
@@ -329,16 +354,16 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("options", [PolicyLossOptions(), BONUS], ids=["plain", "bonus"])
 def test_no_tensor_is_larger_than_a_chunk_of_logits(head, options):
     case = head(400, 4, 500)
-    with _Largest() as seen:
+    with use("torch"), _Largest() as seen:
         case.run(options, chunk=32)
     assert seen.numel == 32 * 500
 
 
 @pytest.mark.usefixtures("opened")
 def test_the_default_chunk_fits_its_buffer(head, monkeypatch):
-    monkeypatch.setattr("drmas_kernels._head_chunks.CHUNK_BYTES", 4 * 500 * 50)
+    monkeypatch.setitem(_head_chunks.CHUNK_BYTES, "cpu", 4 * 500 * 50)
     case = head(120, 4, 500)
-    with _Largest() as seen:
+    with use("torch"), _Largest() as seen:
         case.run()
     assert seen.numel == 40 * 500  # 120 tokens in three even pieces of at most 50
 

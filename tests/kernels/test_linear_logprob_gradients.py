@@ -7,8 +7,10 @@ import torch
 
 from drmas_kernels import linear_logprob as module
 from drmas_kernels import numerics
+from drmas_kernels.backend import use
 from drmas_kernels.linear_logprob import linear_logprob, linear_policy_loss
 from drmas_kernels.policy_loss import PolicyLossOptions, policy_loss
+from tests.kernels import interpreter
 
 TEMPERATURES = [1.0, 0.5, torch.linspace(0.4, 2.0, 24)]
 
@@ -125,7 +127,8 @@ def test_the_fused_loss_is_the_loss_of_the_log_probs(head, check, device, name):
     hidden, weight = case.hidden.double().requires_grad_(), case.weight.double().requires_grad_()
     logprob, entropy = module.linear_logprob_reference(hidden, weight, case.target)
     arguments = (case.old_logprob, case.row, case.advantage, case.token_weight, case.agent)
-    book, metrics = policy_loss(logprob, *arguments, num_agents=2, options=OPTIONS[name], entropy=entropy, **extra)
+    with use("torch"):
+        book, metrics = policy_loss(logprob, *arguments, num_agents=2, options=OPTIONS[name], entropy=entropy, **extra)
     book.backward()
     result, dhidden, dweight = case.run(OPTIONS[name], chunk=16, **extra)
     check(result.loss, book.detach(), numerics.LOSS)
@@ -190,6 +193,7 @@ def test_the_head_compiles(head, check):
     )
 
 
+@pytest.mark.skipif(interpreter.DEVICE != "cpu", reason="counts the allocations of the CPU")
 def test_memory_beside_inputs_and_gradients_is_one_chunk(head):
     """Counted by torch's own allocator hooks: what lives at the same time while a loss and its gradients are formed."""
     case = head(4096, 8, 2048)
@@ -212,3 +216,42 @@ def test_memory_beside_inputs_and_gradients_is_one_chunk(head):
     chunk, weight, per_token = 64 * 2048 * 4, 2048 * 8 * 4, 8 * 4 * 3 + 300
     assert peak[1024] < 2 * chunk + 4 * weight + 1024 * per_token
     assert peak[4096] - peak[1024] < 3072 * per_token
+
+
+@pytest.mark.usefixtures("backend")
+def test_autocast_changes_no_bit(head, device):
+    case, (dlogprob, dentropy) = head(12, 16, 301), upstream(12)
+    expected = [case.run(OPTIONS["reference"], ref_logprob=case.old_logprob), gradients(case, dlogprob, dentropy, device)]
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = [case.run(OPTIONS["reference"], ref_logprob=case.old_logprob), gradients(case, dlogprob, dentropy, device)]
+    assert torch.equal(found[0][0].loss, expected[0][0].loss)
+    assert torch.equal(found[0][0].metrics.entropy, expected[0][0].metrics.entropy)
+    for ours, theirs in zip((*found[0][1:], *found[1]), (*expected[0][1:], *expected[1]), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_no_second_derivative_is_invented(head):
+    case = head(6, 8, 50)
+    hidden = case.hidden.clone().requires_grad_()
+    arguments = [getattr(case, name) for name in ("target", "old_logprob", "row", "advantage", "token_weight", "agent")]
+    result = linear_policy_loss(hidden, case.weight, *arguments, num_agents=2, options=PolicyLossOptions())
+    logprob, _ = linear_logprob(hidden, case.weight, case.target)
+    one = torch.ones((), requires_grad=True)
+    for loss in (result.loss, logprob.sum()):
+        (first,) = torch.autograd.grad(loss * one, hidden, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            first.square().sum().backward()
+
+
+def test_checkpointing_around_main_grad_is_refused(head):
+    case = head(6, 8, 50)
+    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    weight.main_grad = torch.zeros(50, 8)
+    arguments = [getattr(case, name) for name in ("target", "old_logprob", "row", "advantage", "token_weight", "agent")]
+
+    def loss(hidden):
+        return linear_policy_loss(hidden, weight, *arguments, num_agents=2, options=PolicyLossOptions()).loss
+
+    formed = torch.utils.checkpoint.checkpoint(loss, hidden, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="formed again in a backward pass"):
+        formed.backward()

@@ -327,6 +327,7 @@ def test_a_target_on_no_shard_has_log_prob_minus_infinity(kernels, device):
     assert logprob_and_entropy(merged)[0].tolist() == [-torch.inf]
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("logits", "out", "column", "message"),
     [
@@ -354,6 +355,7 @@ def test_what_the_kernels_do_not_take_is_named(device, logits, out, column, mess
         _logits_triton.to_dlogits(logits.to(device), rows, column.to(device).long(), rows, None, None, out.to(device))
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("pair", PAIRS[:2], ids=["fp32", "fp32-bf16"])
 def test_a_caller_who_has_finite_logits_gets_the_same_bits(pair, device):
     logits, column = random_logits(device, 6, 5001)
@@ -363,3 +365,12 @@ def test_a_caller_who_has_finite_logits_gets_the_same_bits(pair, device):
     for finite, out in enumerate(outs):
         _logits_triton.to_dlogits(logits, found, column, slope, bonus, None, out, finite=bool(finite))
     assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.6, 0.9, 1.0, 1.1, 2.0])
+def test_a_row_without_a_finite_logit_is_empty_at_any_temperature(kernels, device, temperature):
+    """As a shard may be whose columns are all masked: what other ranks hold must survive the merge."""
+    logits = torch.full((1, 1000), -torch.inf, device=device)
+    largest, total, moment, chosen = kernels.statistics(logits, torch.tensor([3], device=device), 1 / temperature)[0].tolist()
+    assert largest <= -1e29
+    assert (total, moment, chosen) == (0.0, 0.0, -math.inf)

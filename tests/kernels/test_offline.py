@@ -106,7 +106,7 @@ def test_the_tool_holds_kernels_to_the_file(offline, toy_budgets, tmp_path):
     ]
 
 
-def test_another_compiler_is_not_compared_with(offline, toy_budgets, tmp_path):
+def test_another_compiler_s_numbers_are_not_compared_but_the_rules_hold(offline, toy_budgets, tmp_path):
     content = json.loads(toy_budgets.read_text())
     here = content["compiler"]["triton"]
     content["compiler"]["triton"] = "3.1.4"
@@ -115,6 +115,12 @@ def test_another_compiler_is_not_compared_with(offline, toy_budgets, tmp_path):
     done = offline("check", *TOYS, "--budgets", path)
     assert done.returncode == 3
     assert f"was measured with triton 3.1.4, ptxas 12.9, ptxas-blackwell 13.4; here is triton {here}," in done.stdout
+    assert "No numbers were compared; 4 kernels were held to what their specs expect." in done.stdout
+    careless = offline("check", *CARELESS, "--budgets", path)
+    assert careless.returncode == 1
+    assert "careless@sm_90: expects wide: 1 loads of 32 bits\n" in careless.stdout
+    assert "no budget" not in careless.stdout
+    assert careless.stdout.endswith("11 findings.\n")
     mixed = offline("update", *TOYS, "--only", "scale", "--budgets", path)
     assert mixed.returncode == 2
     assert "please update them all" in mixed.stderr

@@ -281,8 +281,7 @@ def test_value_and_slopes_agree_with_float64_autograd(check, name, examples):
         parts, dlogprob, dentropy = case.oracle(options)
         with use(name):
             loss, metrics, slope, entropy_slope = case.run(options)
-        largest = float(parts.abs().sum())
-        tolerance = numerics.POLICY_TERM._replace(abs=1e-6 + numerics.POLICY_TERM.rel * largest)
+        tolerance = numerics.policy_loss_tolerance(float(parts.abs().sum()))
         check(loss.cpu(), parts.sum(), tolerance)
         check(slope.cpu(), dlogprob, numerics.POLICY_TERM)
         check(entropy_slope.cpu(), dentropy, numerics.POLICY_TERM)
@@ -570,3 +569,11 @@ def test_a_part_of_the_tokens_has_no_slope_of_whole_rows():
     case = Case.random(4, 0, garbage=0.0)
     with pytest.raises(ValueError, match="objective is 'gspo'; expected ppo or cispo here"):
         weighted_slope(case.tensors()["logprob"], None, case.inputs(), PolicyLossOptions(objective="gspo"))
+
+
+def test_no_second_derivative_is_invented():
+    logprob = torch.tensor([-1.0, -2.0], requires_grad=True)
+    row, one = torch.tensor([0, 0]), torch.ones(1)
+    loss, _ = policy_loss(logprob, None, row, one, torch.tensor([0.5, 0.5]), row[:1], num_agents=1, options=PolicyLossOptions())
+    with pytest.raises(RuntimeError, match="policy_loss has no second derivative"):
+        torch.autograd.grad(loss, logprob, create_graph=True)

@@ -46,6 +46,8 @@ def test_aggregation_without_a_mask_and_without_tokens():
         ({"episode_of_row": EPISODE[None]}, r"episode_of_row is torch.int64 \[1, 5\]"),
         ({"agent_of_row": AGENT[:3]}, "agent_of_row has 3 rows; expected those of episode_of_row, 5"),
         ({"mask": ROW}, r"mask is torch.int64 \[7\]; expected bool \[7\]"),
+        ({"mask": ROW.bool().to("meta")}, "mask is on meta; expected the device of row, cpu"),
+        ({"agent_of_row": AGENT.to("meta")}, "agent_of_row is on meta; expected the device of row, cpu"),
     ],
 )
 def test_bad_aggregations_are_named(change, message):
@@ -69,6 +71,8 @@ def test_bad_aggregations_are_named(change, message):
         ({"agent": torch.tensor([0, 2])}, "agent runs from 0 to 2; expected 0 to 1"),
         ({"agent": torch.zeros(2, dtype=torch.int32)}, "agent is torch.int32; expected int64"),
         ({"agent": torch.zeros(2, dtype=torch.int64, device="meta")}, "agent is on meta; expected the device of token_weight"),
+        ({"logprob": torch.zeros(4, device="meta")}, "logprob is on meta; expected the device of token_weight, cpu"),
+        ({"entropy": torch.zeros(4, device="meta")}, "entropy is on meta; expected the device of token_weight, cpu"),
         ({"token_weight": torch.tensor([0.0, math.inf, 1.0, 1.0])}, "token_weight holds a value that is not finite"),
         ({"token_weight": torch.ones(4).bool()}, "token_weight is torch.bool; expected floating point"),
         ({"num_agents": 0}, "num_agents is 0; expected at least 1"),
@@ -102,6 +106,8 @@ def test_bad_arguments_are_named(change, message):
         ({"clip_high": math.nan}, "clip_high is nan"),
         ({"dual_clip": 1.0}, "dual_clip is 1.0; expected more than 1, or None for off"),
         ({"entropy_bonus": -1.0}, "entropy_bonus is -1.0"),
+        ({"entropy_bonus": math.inf}, "entropy_bonus is inf; expected a finite number"),
+        ({"kl": "k1", "kl_coefficient": math.inf}, "kl_coefficient is inf; expected a finite number"),
         ({"kl": "k4"}, "kl is 'k4'; expected one of k1, k2, k3, or None for off"),
         ({"kl": "k1", "kl_coefficient": -1.0}, "kl_coefficient is -1.0"),
         ({"kl_coefficient": 0.1}, "kl_coefficient is 0.1 but kl is None"),

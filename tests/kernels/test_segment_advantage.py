@@ -1,9 +1,6 @@
 """Advantages against a row-by-row oracle, and their promises: order, constants, singletons, exclusion, penalties."""
 
 import math
-import statistics
-import sys
-from statistics import fmean
 
 import pytest
 import torch
@@ -12,88 +9,9 @@ from hypothesis import strategies as st
 
 from drmas_kernels import numerics
 from drmas_kernels.segment_advantage import segment_advantage
+from tests.kernels.advantage_cases import oracle, run
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=80)
-
-
-def run(
-    reward, penalty=None, *, mean=None, std=None, episode=None, included=None, dtype=torch.float64, device="cpu", **options
-):
-    """The kernel on lists; segments default to one for all rows, "none" leaves a statistic out."""
-    rows = len(reward)
-
-    def ids(value):
-        return None if value == "none" else torch.tensor([0] * rows if value is None else value, device=device).long()
-
-    return segment_advantage(
-        torch.tensor(reward, dtype=dtype, device=device),
-        torch.tensor(penalty if penalty is not None else [0.0] * rows, dtype=dtype, device=device),
-        mean_segment=ids(mean),
-        std_segment=ids(std),
-        episode=torch.tensor(list(episode if episode is not None else range(rows)), dtype=torch.int64, device=device),
-        included=torch.tensor(included if included is not None else [True] * rows, dtype=torch.bool, device=device),
-        **options,
-    )
-
-
-def oracle(
-    reward,
-    penalty,
-    mean,
-    std,
-    episode,
-    included,
-    *,
-    weighting,
-    ddof,
-    eps,
-    singleton,
-    penalty_inside,
-    leave_one_out,
-    min_std=0.0,
-):
-    """The contract, one row at a time, on Python floats."""
-
-    def constant(x):
-        return statistics.pstdev(x) <= 4 * sys.float_info.epsilon * max(map(abs, x)) or spread(x) < min_std
-
-    def spread(x):
-        return math.sqrt(sum((v - fmean(x)) ** 2 for v in x) / (len(x) - ddof))
-
-    score = [r - p if penalty_inside else r for r, p in zip(reward, penalty, strict=True)]
-    rows = [i for i in range(len(reward)) if included[i]]
-
-    def units(segments, segment):
-        members = [i for i in rows if segments[i] == segment]
-        if weighting == "turn":
-            return [score[i] for i in members]
-        return [average(segments, segment, e) for e in {episode[i] for i in members}]
-
-    def average(segments, segment, chosen):
-        scores = [score[i] for i in rows if segments[i] == segment and episode[i] == chosen]
-        return scores[0] if min(scores) == max(scores) else fmean(scores)
-
-    def value(i):
-        segments = mean if mean != "none" else std
-        if weighting == "turn" or segments == "none":
-            return score[i]
-        return average(segments, segments[i], episode[i])
-
-    result = [0.0] * len(reward)
-    for i in rows:
-        numerator, divisor, zero = value(i), 1.0, False
-        if std != "none":
-            x = units(std, std[i])
-            if len(x) > 1:
-                divisor = spread(x) + eps
-            zero |= (len(x) > 1 and constant(x)) or (len(x) == 1 and singleton == "zero")
-        if mean != "none":
-            x = units(mean, mean[i])
-            if len(x) > 1:
-                numerator = (numerator - fmean(x)) * (len(x) / (len(x) - 1) if leave_one_out else 1.0)
-            zero |= (len(x) > 1 and constant(x)) or (len(x) == 1 and singleton == "zero")
-        result[i] = (0.0 if zero else numerator / divisor) - (0.0 if penalty_inside else penalty[i])
-    return torch.tensor(result, dtype=torch.float64)
 
 
 @st.composite
@@ -292,7 +210,12 @@ def test_the_result_has_the_dtype_of_the_reward():
         ({"reward": [math.inf, 1.0]}, r"reward\[0\] is inf"),
         ({"reward": [1.0, 0.0], "penalty": [math.nan, 0.0]}, r"penalty\[0\] is nan"),
         ({"reward": [1.0, 0.0], "mean": [0]}, r"mean_segment has shape \[1\]; expected that of reward"),
-        ({"reward": [1.0, 0.0], "std": [0, -1]}, "std_segment must be int64 and at least 0"),
+        ({"reward": [1.0, 0.0], "std": [0, -1]}, "std_segment holds -1; expected 0 or more"),
+        ({"reward": [1.0, 0.0], "eps": math.nan}, "eps is nan; expected a finite number, 0 or more"),
+        ({"reward": [1.0, 0.0], "eps": -1e-6}, "eps is -1e-06"),
+        ({"reward": [1.0, 0.0], "min_std": math.nan}, "min_std is nan; expected a finite number, 0 or more"),
+        ({"reward": [1.0, 0.0], "min_std": math.inf}, "min_std is inf"),
+        ({"reward": [1.0], "mean": "none", "num_mean_segments": 3}, "num_mean_segments is 3 but mean_segment is None"),
         ({"reward": [1.0, 0.0], "ddof": 2}, "ddof is 2"),
         ({"reward": [1.0, 0.0], "weighting": "row"}, "weighting is 'row'; expected one of turn, episode"),
         ({"reward": [1.0, 0.0], "singleton": "one"}, "singleton is 'one'; expected one of zero, raw"),
@@ -303,3 +226,21 @@ def test_the_result_has_the_dtype_of_the_reward():
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         run(arguments.pop("reward"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"penalty": torch.zeros(2, dtype=torch.int64)}, "penalty is torch.int64; expected floating point"),
+        ({"episode": torch.zeros(2)}, "episode is torch.float32; expected int64"),
+        ({"included": torch.ones(2)}, "included is torch.float32; expected bool"),
+        ({"penalty": torch.zeros(2, device="meta")}, "penalty is on meta; expected the device of reward, cpu"),
+        ({"std_segment": torch.zeros(2, device="meta").long()}, "std_segment is on meta; expected the device of reward, cpu"),
+        ({"included": torch.ones(2, device="meta").bool()}, "included is on meta; expected the device of reward, cpu"),
+    ],
+)
+def test_bad_vectors_are_named(change, message):
+    ids = torch.zeros(2, dtype=torch.int64)
+    good = {"reward": torch.zeros(2), "penalty": torch.zeros(2), "mean_segment": ids, "std_segment": ids}
+    with pytest.raises(ValueError, match=message):
+        segment_advantage(**good | {"episode": ids, "included": ids == 0} | change)

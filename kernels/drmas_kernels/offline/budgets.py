@@ -60,6 +60,11 @@ def entry(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: record[key] for key in KEYS if key in record}
 
 
+def missing(records: Records) -> list[str]:
+    """What the machine code lacks of what the specs expect, and kernels that don't compile: whatever the compiler."""
+    return [f"{key}: {text}" for key, record in records.items() for text in record.get("missing", ())]
+
+
 def compare(kernels: Records, records: Records, known: Collection[str]) -> Verdict:
     """`records` against the budgets of `kernels`; `known` are the keys of all specs, measured or not: each must have a budget.
 
@@ -67,7 +72,7 @@ def compare(kernels: Records, records: Records, known: Collection[str]) -> Verdi
     """
     verdict = Verdict([], [])
     for key, record in records.items():
-        verdict.problems.extend(f"{key}: {text}" for text in record.get("missing", ()))
+        verdict.problems.extend(missing({key: record}))
         if "registers" in record and key in kernels:
             _compare(key, entry(record), kernels[key], verdict)
     verdict.problems.extend(f"{key}: no budget" for key in known if key not in kernels)

@@ -7,7 +7,8 @@
     build     write cubins and a manifest for a launcher without Python (`cubins` has the schema)
 
 Exit status: 0; 1 for a finding of `check` or `update`; 2 if kernels can't be compiled here; 3 if the budgets were measured with
-another compiler, so that `check` compares nothing.
+another compiler, so that `check` held the kernels to what their specs expect (no spills, 128-bit accesses, tensor cores) and
+found nothing, but compared no numbers.
 
 Ranks of a job that find an empty cache all compile the same kernels at once. `prefill` makes exactly the entries that the JIT
 looks for. In a container image:
@@ -117,12 +118,6 @@ def tasks(kernels: dict[str, KernelSpec], arch: str = "all", only: str = "*") ->
     return found
 
 
-def build(out: Path, arch: str) -> list[Path]:
-    """Write the cubins of the shipped kernels for `arch`, and their manifest (`cubins`). The files, the manifest last."""
-    refuse_interpreter()
-    return cubins.build(out, arch, load())
-
-
 def _wanted(options: argparse.Namespace) -> list[Task]:
     found = tasks(load(options.module), options.arch, options.only)
     if not found and (options.only != "*" or options.arch != "all"):
@@ -212,16 +207,23 @@ def _row(task: Task, record: dict[str, Any]) -> tuple[str, ...]:
 
 def _check(options: argparse.Namespace) -> int:
     known, ours = budgets.read(options.budgets), compiler()
-    if known.kernels and known.compiler != ours:
-        _say(f"{options.budgets} was measured with {_words(known.compiler)}; here is {_words(ours)}. Nothing was compared.")
-        return OTHER_COMPILER
+    comparable = not known.kernels or known.compiler == ours
     wanted = _wanted(options)
     records = {task.key: record for task, record in _each(_measured, options, wanted)}
-    verdict = budgets.compare(known.kernels, records, [task.key for task in tasks(load(options.module))])
+    if comparable:
+        verdict = budgets.compare(known.kernels, records, [task.key for task in tasks(load(options.module))])
+    else:
+        verdict = budgets.Verdict(budgets.missing(records), [])
     _say(*verdict.problems, *(f"better than the budget: {text}" for text in verdict.better))
+    if not comparable:
+        words = f"{options.budgets} was measured with {_words(known.compiler)}; here is {_words(ours)}"
+        _say(f"{words}. No numbers were compared; {len(records)} kernels were held to what their specs expect.")
     if verdict.problems:
-        _say(f"{len(verdict.problems)} findings. If they are meant: python -m drmas_kernels.offline update")
+        meant = " If they are meant: python -m drmas_kernels.offline update" if comparable else ""
+        _say(f"{len(verdict.problems)} findings.{meant}")
         return 1
+    if not comparable:
+        return OTHER_COMPILER
     _say(f"{len(records)} kernels are within their budgets")
     return 0
 
@@ -238,7 +240,7 @@ def _update(options: argparse.Namespace) -> int:
     measured = {key: budgets.entry(record) for key, record in records.items() if "registers" in record}
     budgets.write(budgets.Budgets(ours, kept | measured), options.budgets)
     _say(f"{options.budgets}: {len(measured)} kernels measured, {len(kept)} kept")
-    remarks = [f"{key}: {text}" for key, record in records.items() for text in record["missing"]]
+    remarks = budgets.missing(records)
     _say(*remarks)
     return 1 if remarks else 0
 

@@ -59,6 +59,7 @@ static void finds(void) {
   EXPECT(says("product is not compiled for sm_80, but for sm_90"));
   stub->major = 9, stub->minor = 0;
   EXPECT(drmas_find("nothing", NULL, &kernel) == DRMAS_NO_KERNEL && says("no kernel is named nothing"));
+  EXPECT(drmas_find(NULL, NULL, &kernel) == DRMAS_BAD_ARGUMENT && drmas_find("scale", NULL, NULL) == DRMAS_BAD_ARGUMENT);
 }
 
 static void launches(void) {
@@ -97,7 +98,7 @@ static void launches(void) {
   EXPECT(drmas_launch(kernel, 0, 1, 1, NULL, values, 4) == DRMAS_BAD_ARGUMENT && says("x is 139637976727816; expected a multiple of 16"));
   x -= 8, stride += 1;
   EXPECT(drmas_launch(kernel, 1, 1, 1, NULL, values, 4) == DRMAS_BAD_ARGUMENT && says("stride is"));
-  EXPECT(drmas_launch(NULL, 1, 1, 1, NULL, values, 4) == DRMAS_NO_KERNEL && stub->launches == 1);
+  EXPECT(drmas_launch(NULL, 1, 1, 1, NULL, values, 4) == DRMAS_BAD_ARGUMENT && says("kernel is NULL") && stub->launches == 1);
 }
 
 static void encodes(void) {
@@ -153,6 +154,7 @@ static void loads(void) {
   const drmas_kernel *kernel = get("product");
   const int before = stub->loads;
   EXPECT(drmas_load(kernel) == DRMAS_OK && stub->loads == before); /* this context has it */
+  EXPECT(drmas_load(NULL) == DRMAS_BAD_ARGUMENT && says("kernel is NULL"));
   stub->context = 2;
   EXPECT(drmas_load(kernel) == DRMAS_OK && stub->loads == before + 1);
   stub->context = 1;
