@@ -10,8 +10,8 @@ Per element, with w = 1 - beta; products and sums of one term are fused:
     v = (w2 g) g + (v - w2 v)
     p = p - (decay p + size m / (sqrt v + eps))
 Root and quotient are the GPU's fast ones (2^-23 and 2 ulp; a v under 2^-126 counts as 0 in the root): exact ones branch to
-rare paths, take half as many registers again and gain 2 ulp of the last term. Full blocks move 128 bits at a time (64 of the
-copy: the same 4 elements per thread), which needs offsets that the compiler knows to be aligned (see `_grad_norm_triton`).
+rare paths, take half as many registers again and gain 2 ulp of the last term. Full blocks move 128 bits at a time, which needs
+offsets that the compiler knows to be aligned (see `_grad_norm_triton`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from drmas_kernels.spec import KernelSpec
 
-BLOCK = 1024
+THREADS = 256
 _BUFFERS = ("param", "grad", "exp_avg", "exp_avg_sq")
 _TABLES = frozenset(("offset_of", "length_of", "slot_of", "constants"))
 
@@ -63,6 +63,7 @@ def _adamw(
     copy,
     COPY: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     tile = first_tile + tl.program_id(0)
     row = constants + tl.load(slot_of + tile) * 4
@@ -74,7 +75,7 @@ def _adamw(
         offset = tl.load(offset_of + tile)
         length = tl.load(length_of + tile)
         whole = length // BLOCK * BLOCK
-        lane = tl.arange(0, BLOCK)
+        lane = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         # A tile with a full block starts at a multiple of 16, so this changes nothing.
         aligned = tl.multiple_of(offset // 16 * 16, 16)
         for start in range(0, whole, BLOCK):
@@ -118,6 +119,7 @@ _adamw_anywhere = triton.jit(_adamw.fn, do_not_specialize=["first_tile"], do_not
 
 def _spec(name: str, *, copy: bool, aligned: bool) -> KernelSpec:
     buffers = (*_BUFFERS, "copy") if copy else _BUFFERS
+    group = 8 if copy else 4  # neighbours in a thread: 16 bytes of the narrowest buffer
     return KernelSpec(
         name=name,
         kernel=_adamw if aligned else _adamw_anywhere,
@@ -132,11 +134,11 @@ def _spec(name: str, *, copy: bool, aligned: bool) -> KernelSpec:
             "weight2": "fp32",
             **({"copy": "*bf16"} if copy else {}),
         },
-        constants={"COPY": copy, "BLOCK": BLOCK} | ({} if copy else {"copy": None}),
-        num_warps=8,
+        constants={"COPY": copy, "BLOCK": THREADS * group, "GROUP": group} | ({} if copy else {"copy": None}),
+        num_warps=THREADS // 32,
         aligned=_TABLES | set(buffers) if aligned else _TABLES,
-        elements=BLOCK,
-        expects=frozenset(("wide",)) if aligned and not copy else frozenset(),
+        elements=THREADS * group,
+        expects=frozenset(("wide",)) if aligned else frozenset(),
     )
 
 
