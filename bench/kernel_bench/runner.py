@@ -192,7 +192,7 @@ def agreement(measured: Sequence[Measured]) -> str | None:
 
 
 def sweep(args: argparse.Namespace) -> None:
-    """Peak memory of `linear_policy_loss` at T, 2T and 4T: what is left beside the gradients must not grow with T."""
+    """Peak memory of `linear_policy_loss` at T, 2T and 4T: what is left beside the gradients stays below a chunk."""
     args.op = ["linear_policy_loss"]
     widths = (7, 9, 9, 8)
     print(report.table_line("", ("T", "peak MB", "gradients", "rest"), widths))

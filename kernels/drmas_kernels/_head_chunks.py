@@ -16,9 +16,10 @@ from torch import Tensor
 
 from drmas_kernels.vocab_statistics import merge, moment, no_columns, row_blocks
 
-CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2 * 2**30}
+CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2 * 2**30}  # other devices: as a CPU
 """Of a buffer of logits. A GPU reads the weight, and reads and writes its gradient, once per chunk: few large ones hide it."""
-_TILE_ROWS = {"cpu": 1, "cuda": 128}
+_TILE_ROWS = {"cuda": 128}
+"""Rows of a chunk come in multiples of it: what a tile of the products takes."""
 _WIDEN_BYTES = 16 * 2**20
 
 
@@ -70,8 +71,9 @@ class Shard:
         """Rows per chunk: as asked, else (0) what fills the buffer, spread evenly. The same on all ranks."""
         if chunk:
             return chunk
-        tile = _TILE_ROWS[self.weight.device.type]
-        fit = max(16, CHUNK_BYTES[self.weight.device.type] // (4 * -(-self.vocab_size // self.world)))
+        device = self.weight.device.type
+        tile = _TILE_ROWS.get(device, 1)
+        fit = max(16, CHUNK_BYTES.get(device, CHUNK_BYTES["cpu"]) // (4 * -(-self.vocab_size // self.world)))
         even = -(-tokens // max(1, -(-tokens // fit)))
         return max(1, min(-(-even // tile) * tile, max(fit // tile * tile, tile)))
 
@@ -96,11 +98,13 @@ class Chunk(NamedTuple):
     inverse_temperature: Tensor | None
     """[Tc] fp32, None for 1."""
     logits: Tensor
-    """[Tc, size] fp32, in the state in which the steps left it."""
+    """[Tc, size] fp32: e^u or u (`TorchSteps`), or the logits still (`TritonSteps`)."""
     column: Tensor
     """[Tc] int64: the target's column in this shard, outside 0..size-1 if it isn't here."""
     local: Tensor
+    """[Tc, 4]: the statistics of this shard's columns."""
     merged: Tensor
+    """[Tc, 4]: those of all shards; the same tensor as `local` where this is the only one."""
 
 
 class Way(NamedTuple):

@@ -20,8 +20,8 @@ Contract
   follow torch.get_float32_matmul_precision; the bounds are for "highest". dH is summed in fp32 and rounded once to the dtype of
   hidden. Where `weight.main_grad` (fp32) exists, dW is added to it (by `linear_policy_loss` in the forward pass) and the
   gradient returned for weight is the stand-in that Megatron's hooks expect; else dW is returned in the dtype of weight. So a
-  loss that nobody differentiates is formed under no_grad, and the head stays out of activation checkpointing, which would run
-  it twice (refused).
+  loss that nobody differentiates is formed under no_grad, the head stays out of activation checkpointing, which would run it
+  twice (refused), and where backward refuses an upstream gradient, main_grad has to be zeroed.
 
   Tokens of weight 0 (in `linear_logprob`'s backward: of upstream gradient 0) are dropped before the first product: exactly 0
   loss, log-prob, dH, dW and metrics, even if their hidden row or target is garbage. No token left: loss 0, gradients 0. Columns
@@ -397,7 +397,9 @@ def _inverse_temperature(
     return chosen.float().reciprocal()
 
 
-def _check_head(hidden: Tensor, weight: Tensor, target: Tensor, shard: Shard, chunk: int | None) -> None:
+def _check_head(
+    hidden: Tensor, weight: Tensor, target: Tensor, shard: Shard, chunk: int | None, grad_scale: float = 1.0
+) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or not hidden.shape[1]:
         raise ValueError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [T, H] and [v, H], H not 0")
     if hidden.dtype != weight.dtype or hidden.dtype not in (torch.float32, torch.bfloat16):
@@ -406,6 +408,8 @@ def _check_head(hidden: Tensor, weight: Tensor, target: Tensor, shard: Shard, ch
         raise ValueError(f"target is {target.dtype} {list(target.shape)}; expected int64 [{hidden.shape[0]}]")
     for name, tensor in (("weight", weight), ("target", target)):
         check_device(name, tensor, hidden, "hidden")
+    if not math.isfinite(grad_scale):
+        raise ValueError(f"grad_scale is {grad_scale}; expected a finite number")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; expected at least 1 token")
     if shard.vocab_size < 1 or shard.vocab_size > weight.shape[0] * shard.world:
@@ -479,7 +483,7 @@ def linear_policy_loss(
     Gradients are formed if grad mode is on and hidden or weight requires them. ValueError names the argument that is wrong.
     """
     shard = Shard(weight, vocab_start, vocab_size, group)
-    _check_head(hidden, weight, target, shard, chunk)
+    _check_head(hidden, weight, target, shard, chunk, grad_scale)
     inputs = select_tokens(
         hidden.shape[0],
         old_logprob,

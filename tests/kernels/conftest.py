@@ -17,6 +17,8 @@ torch.set_num_threads(1)
 
 if interpreter.DEVICE == "cpu":
     interpreter.mend()
+elif interpreter.DEVICE != "cuda" or not torch.cuda.is_available():
+    pytest.exit(f"DRMAS_TEST_DEVICE is {interpreter.DEVICE!r}; expected cpu, or cuda where torch sees a GPU", returncode=4)
 for module in MODULES:
     interpreter.load(f"drmas_kernels.{module}")
 

@@ -418,6 +418,7 @@ def test_bad_arguments_are_named(head, change, message):
     "setting",
     [
         {"chunk": 0},
+        {"grad_scale": float("nan")},
         {"temperature": 0.0},
         {"temperature": torch.tensor([1.0, -1.0, 1.0])},
         {"vocab_size": 0},

@@ -146,6 +146,12 @@ def test_interpreted_kernels_are_refused(offline):
     assert "please unset it" in done.stderr
 
 
+def test_a_build_is_of_one_architecture(offline, tmp_path):
+    done = offline("build", *TOYS, "--arch", "all", "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert "--arch is 'all'; expected one architecture" in done.stderr
+
+
 def test_nothing_to_compile_is_said(offline):
     done = offline("report", *TOYS, "--only", "scail*")
     assert done.returncode == 2

@@ -254,6 +254,8 @@ def _prefill(options: argparse.Namespace) -> int:
 
 
 def _build(options: argparse.Namespace) -> int:
+    if options.arch == "all":
+        raise CannotCompile("--arch is 'all'; expected one architecture: a folder holds the cubins of one")
     kernels, wanted = load(options.module), _wanted(options)
     with cubins.without_line_info():
         list(_each(_cached, options, wanted))
