@@ -5,7 +5,7 @@ Contract, with g = coefficient * grad and t = step + 1:
     m <- beta1 m + (1 - beta1) g               v <- beta2 v + (1 - beta2) g^2
     p <- p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
     step <- t
-  A coefficient that is negative (`grad_norm.SKIP`: the norm wasn't finite) or NaN changes nothing, `step` included.
+  A coefficient that is negative (`grad_norm.SKIP`: the norm wasn't finite) or not finite changes nothing, `step` included.
   param, grad, exp_avg (m), exp_avg_sq (v): fp32, contiguous, of one shape, updated in place except grad; step: int64.
   `copy` (bf16, the same shape) receives the parameters rounded to nearest even. Elementwise. Moves 28 n bytes, 30 n with it.
   One step errs by at most 4 ulp of fp32 beside float64 on the same inputs, counted at the sum of the magnitudes that an
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from drmas_kernels.backend import choose
+from drmas_kernels.grad_norm import SKIP
 from drmas_kernels.tile_table import Span, TileTable
 
 _TILE = 2**19
@@ -189,7 +190,8 @@ def adamw_slots(
         _check_slots(name, value, table, (torch.float64,))
         per_slot.append(value)
     tiles = (table.spans, list(table.buffer_tiles), table.offset, table.length, table.slot)
-    _op(*map(list, buffers), *state, coefficient.double(), *per_slot, *tiles, beta1, beta2, eps)
+    finite = coefficient.double().nan_to_num(nan=SKIP, posinf=SKIP, neginf=SKIP)
+    _op(*map(list, buffers), *state, finite, *per_slot, *tiles, beta1, beta2, eps)
 
 
 @torch.no_grad()

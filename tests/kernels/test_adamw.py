@@ -152,7 +152,7 @@ def test_slots_take_their_own_steps(check_step, backend, device):
             assert torch.equal(now[buffer][places], then[buffer][places])
 
 
-@pytest.mark.parametrize("coefficient", [SKIP, torch.nan])
+@pytest.mark.parametrize("coefficient", [SKIP, torch.nan, torch.inf])
 def test_a_skipped_step_changes_no_bit(coefficient, backend, device):
     parameter = torch.randn(5, device=device)
     first, second, step = torch.rand(5, device=device), torch.rand(5, device=device), scalar(3, device, torch.int64)
