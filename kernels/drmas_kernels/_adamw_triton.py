@@ -10,7 +10,7 @@ Per element, with w = 1 - beta; products and sums of one term are fused:
     v = (w2 g) g + (v - w2 v)
     p = p - (decay p + size m / (sqrt v + eps))
 Root and quotient are the GPU's fast ones (2^-23 and 2 ulp; a v under 2^-126 counts as 0 in the root): exact ones branch to
-rare paths, take half as many registers again and gain 2 ulp of the last term. Full blocks move 128 bits at a time, which needs
+rare paths and take more registers for 2 ulp of the last term. Full blocks move 128 bits at a time, which needs
 offsets that the compiler knows to be aligned (see `_grad_norm_triton`).
 """
 

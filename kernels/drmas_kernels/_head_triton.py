@@ -22,8 +22,8 @@ Cost
   0.7 TB/s at 700 TFLOP/s. Partial statistics are 16 bytes per token and split, written and read once.
 
   sm_90, cycles per tile of 128 x 256 logits by the data sheet: products 16 H (65.5k at H = 4096). Then a lane folds 128 logits
-  with 7.8 instructions each, one of them an ex2 of 8 cycles per warp: with two warps per scheduler 2.1k for ex2 and 2.0k issue
-  slots side by side. Filling the pipeline again is a load from the L2 cache and 460 instructions per warp, about 2k. That
+  with some 8 instructions each, one an ex2 of 8 cycles per warp: with two warps per scheduler 2.1k for ex2 and 2.0k issue slots
+  side by side. Filling the pipeline again is a load from the L2 cache and 460 instructions per warp, about 2k. That
   makes 6 % at H = 4096 and 22 % at H = 896 that are not products. `flatten=True` would load across tiles, but then ptxas
   makes every HGMMA wait for the one before.
 """

@@ -57,7 +57,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from drmas_kernels import _head_chunks
-from drmas_kernels._checks import check_device, check_range
+from drmas_kernels._checks import check_device, check_range, inverse_temperature
 from drmas_kernels._head_chunks import Shard, Sink, TorchSteps, TritonSteps
 from drmas_kernels.backend import choose
 from drmas_kernels.policy_loss import (
@@ -378,25 +378,6 @@ def _scatter(values: Tensor, index: Tensor | None, tokens: int) -> Tensor:
     return values.new_zeros(tokens, *values.shape[1:]).index_copy_(0, index, values)
 
 
-def _inverse_temperature(
-    temperature: float | Tensor, hidden: Tensor, index: Tensor | None, check_values: bool
-) -> Tensor | None:
-    """1 / temperature per token [T] for the tokens at `index`, None for the constant 1. It gets no gradient."""
-    tokens = hidden.shape[0]
-    if not isinstance(temperature, Tensor):
-        if not (temperature > 0 and math.isfinite(temperature)):
-            raise ValueError(f"temperature is {temperature}; expected a positive number")
-        count = tokens if index is None else index.shape[0]
-        return None if temperature == 1.0 else hidden.new_full((count,), 1.0 / temperature, dtype=torch.float32)
-    if temperature.shape != (tokens,):
-        raise ValueError(f"temperature has shape {list(temperature.shape)}; expected a number or [{tokens}]")
-    check_device("temperature", temperature, hidden, "hidden")
-    chosen = temperature.detach() if index is None else temperature.detach()[index]
-    if check_values and not bool(((chosen > 0) & chosen.isfinite()).all()):
-        raise ValueError("temperature holds a value that is not positive and finite")
-    return chosen.float().reciprocal()
-
-
 def _check_head(
     hidden: Tensor, weight: Tensor, target: Tensor, shard: Shard, chunk: int | None, grad_scale: float = 1.0
 ) -> None:
@@ -446,7 +427,7 @@ def linear_logprob(
     _check_head(hidden, weight, target, shard, chunk)
     if check_values:
         check_range("target", target, shard.vocab_size)
-    inverse = _inverse_temperature(temperature, hidden, None, check_values)
+    inverse = inverse_temperature(temperature, target, check_values)
     columns = _Columns(vocab_start, shard.vocab_size, "" if group is None else group.group_name, chunk or 0)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _Scored.apply(hidden, weight, target, inverse, columns)
@@ -501,7 +482,7 @@ def linear_policy_loss(
     where = slice(None) if inputs.index is None else inputs.index
     if check_values:
         check_range("target", target[where], shard.vocab_size)
-    inverse = _inverse_temperature(temperature, hidden, inputs.index, check_values)
+    inverse = inverse_temperature(temperature, target, check_values, inputs.index)
     columns = _Columns(vocab_start, shard.vocab_size, "" if group is None else group.group_name, chunk or 0)
     if options.objective == "gspo":
         return _over_whole_rows(hidden, weight, target, inverse, columns, inputs, options, num_agents)

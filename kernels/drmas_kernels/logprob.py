@@ -32,7 +32,6 @@ The shifted moment and the packed all-gather are this project's; the formulas ar
 
 from __future__ import annotations
 
-import math
 from types import ModuleType
 from typing import Any
 
@@ -41,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drmas_kernels import vocab_statistics
-from drmas_kernels._checks import check_device, check_range
+from drmas_kernels._checks import check_device, check_range, inverse_temperature
 from drmas_kernels.backend import choose
 
 
@@ -169,7 +168,7 @@ def logprob(
     _check_shard(width, vocab_start, vocab_size, world, 0 if group is None else dist.get_rank(group))
     if check_values:
         check_range("target", target, vocab_size)
-    inverse = _inverse_temperature(temperature, target, check_values)
+    inverse = inverse_temperature(temperature, target, check_values)
     rows = logits.reshape(-1, width)
     if width > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()
@@ -199,22 +198,6 @@ def _check_shard(width: int, vocab_start: int, vocab_size: int, world: int, rank
         )
     if not 1 <= vocab_size <= width * world:
         raise ValueError(f"vocab_size is {vocab_size}; expected 1 to {width * world}, the columns of all shards")
-
-
-def _inverse_temperature(temperature: float | Tensor, target: Tensor, check_values: bool) -> Tensor | None:
-    """1 / temperature per token [T] fp32, None for the constant 1."""
-    if not isinstance(temperature, Tensor):
-        if not (temperature > 0 and math.isfinite(temperature)):
-            raise ValueError(f"temperature is {temperature}; expected a positive number")
-        if temperature == 1.0:
-            return None
-        return torch.full((target.numel(),), 1.0 / temperature, dtype=torch.float32, device=target.device)
-    if temperature.shape != target.shape:
-        raise ValueError(f"temperature has shape {list(temperature.shape)}; expected a number or {list(target.shape)}")
-    check_device("temperature", temperature, target, "target")
-    if check_values and not bool(((temperature > 0) & temperature.isfinite()).all()):
-        raise ValueError("temperature holds a value that is not positive and finite")
-    return temperature.detach().reshape(-1).float().reciprocal()
 
 
 def _check_writable(logits: Tensor, rows: Tensor) -> None:
