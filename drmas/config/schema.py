@@ -40,32 +40,127 @@ class EngineConfig(Section):
     """Further vLLM engine arguments, of capacity and scheduling; what would change the sampled distribution is refused."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685) on a frozen base. Policies with adapters on one base hold it in memory once."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
+    """The adapters' product is scaled by alpha / rank."""
+    targets: list[Literal["qkv", "proj", "fc1", "fc2"]] = ["qkv", "proj", "fc1", "fc2"]
+    """Which linear layers get adapters: query, key and value; attention output; gate and up; down."""
+    sync: Literal["merged", "adapter"] = "merged"
+    """What the engine gets after an update: whole weights with the adapters merged in, or the adapters alone, which it adds to
+    its base at every layer. Those are a small part of the bytes and lose nothing to the rounding of bfloat16 weights, but slow
+    sampling down."""
+
+
+class CriticConfig(Section):
+    """The value model of a policy, for `advantage.preset = "ppo"`: the policy's architecture with one number per token."""
+
+    model: str | None = None
+    """Where its weights start; the policy's own model if unset. The value head starts at zero."""
+    lr: PositiveFloat = 1e-5
+    clip_value: PositiveFloat | None = 0.2
+    """How far a value may move from the one that the advantages were made with before its loss is clipped."""
+    clip_grad_norm: PositiveFloat = 1.0
+
+
+def _check_dual_clip(value: float | None) -> None:
+    if value is not None and value <= 1.0:
+        raise ValueError(f"dual_clip is {value}; it must exceed 1, or be unset to switch it off")
+
+
+class LossOverrides(Section):
+    """What a policy changes of the run's `loss`; what is unset stays as it is there."""
+
+    clip_low: NonNegativeFloat | None = None
+    clip_high: NonNegativeFloat | None = None
+    dual_clip: PositiveFloat | None = None
+    entropy_bonus: NonNegativeFloat | None = None
+    kl: Literal["k1", "k2", "k3"] | None = None
+    kl_coefficient: NonNegativeFloat | None = None
+
+    @model_validator(mode="after")
+    def _dual_clip_above_one(self) -> LossOverrides:
+        _check_dual_clip(self.dual_clip)
+        return self
+
+
 class PolicyConfig(Section):
     """One trainable model: its weights, parallel layout, optimiser and engine."""
 
     model: str
     """A Hugging Face folder, `packaged:smollm2-135m-instruct`, or `tiny:NAME` (a small random model made on the spot)."""
+    num_ranks: PositiveInt | None = None
+    """Trainer ranks of this policy where `train.placement` is split; an equal share of what the others leave if unset."""
     tensor_parallel: PositiveInt = 1
     """Tensor-parallel size of the trainer; must divide the attention heads. The other ranks are data-parallel."""
     sequence_parallel: bool = False
+    pipeline_parallel: PositiveInt = 1
+    """Stages of the pipeline (1F1B); must divide the layers."""
+    context_parallel: PositiveInt = 1
+    """Ranks that share the tokens of a microbatch, for rows too long for one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameters of the trainer (the optimiser keeps fp32 copies for bfloat16)."""
+    attention: Literal["auto", "transformer-engine", "flex", "sdpa"] = "auto"
+    """Which attention the trainer takes; `drmas doctor` and `--dry-run` say what auto is here, and why."""
+    fp8: Literal["hybrid", "e4m3"] | None = None
+    """TransformerEngine's fp8 recipe for the linear layers (GPU; widens the log-prob gap to the engine)."""
     lr: PositiveFloat = 1e-6
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """After warm-up, over the run's updates: constant, down to `lr_min` by a line or a half cosine, or (wsd) constant and a
+    linear descent over the last `lr_decay_share`."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
     lr_min: NonNegativeFloat = 0.0
+    lr_decay_share: Annotated[float, Field(gt=0, le=1)] = 0.2
     weight_decay: NonNegativeFloat = 0.01
+    no_decay: list[Literal["norm", "bias", "embedding"]] = ["norm", "bias"]
+    """Parameters without weight decay; a tied head counts as the embedding."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     adam_eps: PositiveFloat = 1e-8
     clip_grad_norm: PositiveFloat = 1.0
     tokens_per_microbatch: PositiveInt = 4096
     """Token budget of one packed microbatch; a longer row gets a microbatch of its own."""
-    recompute: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    prefix_sharing: bool = True
+    """Compute a prompt's start that several rows of a microbatch share once, where the attention allows."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations to compute again in the backward pass: of norms and MLPs, or of whole layers. Less memory, more time."""
+    overlap: bool | None = None
+    """Reduce gradients during backward, gather parameters during forward; if unset, on with several replicas on GPUs."""
+    offload_optimizer: bool = False
+    """Keep fp32 parameters and moments in host memory and step there (GPU; a no-op on a CPU)."""
+    agent_grad_norm_every: Annotated[int, Field(ge=0)] = 1
+    """Every how many updates the gradient norm is measured per agent where agents share the policy; 0 never. Such an update
+    runs the agents' rows one agent after the other: a reduction per agent and a gradient buffer more, no extra pass."""
+    freeze: list[str] = []
+    """Patterns of Hugging Face tensor names that aren't trained, such as `model.embed_tokens.*` or `model.layers.[0-3].*`."""
     trainable: bool = True
     """False keeps the weights as they are: rollouts only, no optimiser."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of the weights."""
+    reference: str | None = None
+    """The frozen model that `loss.kl` measures from; `model` if unset (under `lora`: the base, at no cost)."""
+    critic: CriticConfig = CriticConfig()
+    loss: LossOverrides = LossOverrides()
     engine: EngineConfig = EngineConfig()
+
+    @model_validator(mode="after")
+    def _lora_alone(self) -> PolicyConfig:
+        if self.lora is None:
+            return self
+        if not self.trainable:
+            raise ValueError("lora is set and trainable is false; adapters are there to be trained: unset one of them")
+        if self.freeze:
+            raise ValueError(f"lora is set and freeze is {self.freeze}; lora freezes the whole base: unset one of them")
+        if self.reference is not None:
+            raise ValueError(f"lora is set and reference is {self.reference!r}; under lora the base is the reference: unset it")
+        return self
+
+    @property
+    def syncs_adapters(self) -> bool:
+        """Whether the engine gets the adapters alone after an update."""
+        return self.lora is not None and self.lora.sync == "adapter"
 
 
 class ReasoningGymData(Section):
@@ -127,7 +222,7 @@ class AdvantageConfig(Section):
     """Which rows are compared with each other. A preset, and what to change of it."""
 
     preset: str = "dr-mas"
-    """dr-mas, grpo, dr-mas-paper, mean=agent,std=task, mean=task,std=agent, grpo-turns, rloo."""
+    """dr-mas, grpo, dr-mas-paper, mean=agent,std=task, mean=task,std=agent, grpo-turns, rloo, ppo."""
     mean: Literal["agent", "task", "none"] | None = None
     std: Literal["agent", "task", "none"] | None = None
     weighting: Literal["turn", "episode"] | None = None
@@ -136,6 +231,10 @@ class AdvantageConfig(Section):
     min_std: NonNegativeFloat | None = None
     singleton: Literal["zero", "raw"] | None = None
     penalty: Literal["inside", "outside"] | None = None
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount per token, for ppo."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Generalised advantage estimation (arXiv 1506.02438), for ppo."""
 
 
 class LossConfig(Section):
@@ -148,13 +247,15 @@ class LossConfig(Section):
     dual_clip: PositiveFloat | None = 3.0
     """Bound of the loss at negative advantages, in units of the advantage; off if unset."""
     entropy_bonus: NonNegativeFloat = 0.0
+    kl: Literal["k1", "k2", "k3"] | None = None
+    """Estimator of the divergence from the policy's `reference`; off if unset."""
+    kl_coefficient: NonNegativeFloat = 0.001
     aggregation: Literal["token", "turn", "episode"] = "token"
     """Equal weight to every response token of the update, to every turn, or to every episode."""
 
     @model_validator(mode="after")
     def _dual_clip_above_one(self) -> LossConfig:
-        if self.dual_clip is not None and self.dual_clip <= 1.0:
-            raise ValueError(f"dual_clip is {self.dual_clip}; it must exceed 1, or be unset to switch it off")
+        _check_dual_clip(self.dual_clip)
         return self
 
 
@@ -164,6 +265,9 @@ class TrainConfig(Section):
     steps: PositiveInt = 10
     updates_per_step: PositiveInt = 1
     """Optimiser updates per step and policy; tasks are split evenly over them."""
+    placement: Literal["shared", "split"] = "shared"
+    """shared: every rank holds a part of every policy, and policies are updated one after the other. split: each policy has
+    ranks of its own (`policies.NAME.num_ranks`, in the order of the configuration), and all are updated at the same time."""
     threads: PositiveInt | None = None
     """CPU threads per trainer rank; all cores divided by the ranks of this host if unset."""
 
@@ -182,7 +286,13 @@ class CheckpointConfig(Section):
     every_steps: Annotated[int, Field(ge=0)] = 0
     """0 saves at the end only."""
     keep: PositiveInt = 2
-    """How many checkpoints stay."""
+    """How many of the newest checkpoints stay."""
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    """How many more stay for their value of `best_metric`."""
+    best_metric: str = "reward/mean"
+    """The larger the better; measured in the step that was saved, with the weights from before its update."""
+    asynchronous: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory."""
     export: bool = True
     """Write one Hugging Face folder per policy at the end."""
 
@@ -190,6 +300,8 @@ class CheckpointConfig(Section):
 class TelemetryConfig(Section):
     tensorboard: bool = True
     report: bool = True
+    profile: Annotated[str, Field(pattern=r"^(steps=)?\d+(-\d+)?$")] | None = None
+    """Steps to trace, such as `steps=3-5`: `profile/trace.json` opens in Perfetto."""
     transcripts: Annotated[int, Field(ge=0)] = 4
     """Episodes per step whose transcript goes into the report."""
 

@@ -8,14 +8,16 @@ does not pad, weight or batch: see `drmas.core.batching`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol
 
 import torch
 
+from drmas.core.gae import GaeRule, TokenAdvantages, gae
 from drmas.core.names import expected_names
 from drmas.errors import ConfigError, DataError
+from drmas.types import Row
 from drmas_kernels.segment_advantage import SegmentStats, segment_advantage
 
 Scope = Literal["agent", "task", "none"]
@@ -41,6 +43,9 @@ class AdvantageRule:
     penalty: Literal["inside", "outside"] = "outside"
     """Penalties are part of what is normalised, or taken off afterwards (I7)."""
     leave_one_out: bool = False
+
+    def __str__(self) -> str:
+        return f"mean over {self.mean}, std over {self.std}, weighting by {self.weighting}"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -77,18 +82,34 @@ PRESETS: dict[str, AdvantageRule] = {
 }
 
 
-def resolve(preset: str, **overrides: Any) -> AdvantageRule:
-    """The preset's rule with the overrides that are not None. ConfigError: an unknown preset or field, or a value out of range.
+PPO = "ppo"
+"""The preset whose advantages come from a critic."""
+
+
+def resolve(preset: str, *, gamma: float = 1.0, gae_lambda: float = 1.0, **overrides: Any) -> AdvantageRule | GaeRule:
+    """The preset's rule with the overrides that are not None; a `GaeRule` for "ppo".
+
+    ConfigError: an unknown preset or field, a value out of range, or a setting that the preset has no use for.
 
     Example: resolve("dr-mas", std="task") == PRESETS["mean=agent,std=task"]
     """
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    if preset == PPO:
+        if unused := [name for name in overrides if name not in ("mean", "std", "eps")]:
+            raise ConfigError(
+                f"advantage.{unused[0]} has no effect with preset 'ppo', where a critic gives advantages; unset it"
+            )
+        return GaeRule(gamma=gamma, lam=gae_lambda, **overrides)
     if preset not in PRESETS:
-        raise ConfigError(f"advantage.preset is {preset!r}; {expected_names(preset, PRESETS)}")
+        raise ConfigError(f"advantage.preset is {preset!r}; {expected_names(preset, [*PRESETS, PPO])}")
+    for name, value in (("gamma", gamma), ("gae_lambda", gae_lambda)):
+        if value != 1.0:
+            raise ConfigError(f"advantage.{name} is {value}; only preset 'ppo' discounts, and the preset is {preset!r}")
     names = [f.name for f in fields(AdvantageRule)]
     for name in overrides:
         if name not in names:
             raise ConfigError(f"advantage.{name} is not a setting; {expected_names(name, names)}")
-    return replace(PRESETS[preset], **{name: value for name, value in overrides.items() if value is not None})
+    return replace(PRESETS[preset], **overrides)
 
 
 class AdvantageRow(Protocol):
@@ -131,10 +152,18 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """`values` in the order of the rows, None where the row is excluded; `segments` in order of first appearance."""
+    """`values` in the order of the rows, None where the row is excluded; `segments` in order of first appearance.
+
+    From a critic: `values` are means over each row's tokens, `tokens` has them all, and there are no segments.
+    """
 
     values: list[float | None]
     segments: list[Segment]
+    tokens: TokenAdvantages | None = None
+
+    def of(self, row: int) -> float | list[float] | None:
+        """What row number `row` is trained with."""
+        return self.values[row] if self.tokens is None else self.tokens.values[row]
 
 
 def advantages(rows: Sequence[AdvantageRow], rule: AdvantageRule) -> Advantages:
@@ -169,6 +198,19 @@ def advantages(rows: Sequence[AdvantageRow], rule: AdvantageRule) -> Advantages:
         if stats is not None:
             segments += _segments(scope, scopes[scope], stats, included, episodes, rule.min_std)
     return Advantages(values, segments)
+
+
+def critic_advantages(rows: Sequence[Row], values: Mapping[str, Sequence[Sequence[float]]], rule: GaeRule) -> Advantages:
+    """From the critics' values of every response token: by policy, for that policy's rows in their order.
+
+    DataError: an included row without a finite reward or penalty.
+    """
+    for index, row in enumerate(rows):
+        if row.status == "ok":
+            _check(index, row)
+    queues = {policy: iter(own) for policy, own in values.items()}
+    tokens = gae(rows, [next(queues[row.policy]) for row in rows], rule)
+    return Advantages(tokens.row_means(), [], tokens)
 
 
 def _check(index: int, row: AdvantageRow) -> None:

@@ -41,7 +41,8 @@ def test_a_key_is_explained_with_type_default_and_help():
 def test_a_section_is_explained_with_its_keys():
     lines = describe("train").split("\n")
     assert lines[0] == "train: section. The length of the run and of its pieces."
-    assert [line.split(":")[0].strip() for line in lines[1:]] == ["train.steps", "train.updates_per_step", "train.threads"]
+    keys = ["train.steps", "train.updates_per_step", "train.placement", "train.threads"]
+    assert [line.split(":")[0].strip() for line in lines[1:]] == keys
 
 
 def test_an_unknown_key_is_answered_with_the_nearest():

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drmas.core.advantages import PRESETS, AdvantageRule, advantages, resolve
+from drmas.core.gae import GaeRule
 from drmas.errors import ConfigError, DataError
 
 RLOO = {"L01": ("task", "episode"), "L03": ("agent", "turn")}
@@ -223,6 +224,7 @@ def test_resolve_takes_a_preset_and_changes():
     assert resolve("grpo", mean=None, eps=None) == PRESETS["grpo"]
     assert resolve(preset="grpo", weighting="turn") == PRESETS["grpo-turns"]
     assert resolve("dr-mas", singleton="raw", penalty="inside") == PRESETS["dr-mas-paper"]
+    assert resolve("ppo", gamma=0.99, gae_lambda=0.95, mean="none") == GaeRule(gamma=0.99, lam=0.95, mean="none")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +234,10 @@ def test_resolve_takes_a_preset_and_changes():
             {"preset": "dr.mas"},
             r"advantage\.preset is 'dr\.mas'; the nearest is 'dr-mas'; expected one of dr-mas, dr-mas-paper, ",
         ),
-        ({"preset": "ppo"}, "expected one of dr-mas, dr-mas-paper, grpo, grpo-turns, mean=agent,std=task, "),
+        ({"preset": "ppo2"}, "expected one of dr-mas, dr-mas-paper, grpo, grpo-turns, mean=agent,std=task, "),
+        ({"preset": "ppo", "ddof": 0}, r"advantage\.ddof has no effect with preset 'ppo'"),
+        ({"preset": "ppo", "std": "task"}, r"advantage\.std is 'task'; with preset 'ppo' expected agent or none"),
+        ({"preset": "dr-mas", "gamma": 0.9}, r"advantage\.gamma is 0\.9; only preset 'ppo' discounts"),
         ({"preset": "grpo", "weigthing": "turn"}, r"advantage\.weigthing is not a setting; the nearest is 'weighting'"),
         ({"preset": "grpo", "mean": "global"}, r"advantage\.mean is 'global'; expected one of agent, task, none"),
         ({"preset": "grpo", "ddof": 3}, r"advantage\.ddof is 3; expected one of 0, 1"),
