@@ -1,7 +1,7 @@
 """What a Hugging Face folder's model is, in the words that Megatron needs, or why it can't be trained here.
 
 Dense decoders of the Llama, Qwen2 (2.5) and Qwen3 families. Everything else is refused by name, because a model that is built
-almost right trains on wrong log-probs. Reads config.json only. Called by the trainer.
+almost right trains on wrong log-probs. Reads config.json only. Called by the trainer, and by the runtime before it starts.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from drmas.config.schema import PolicyConfig
+from drmas.core.flops import ModelShape
 from drmas.errors import ModelError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+FP8_SIDE = 16
+"""What both sides of a weight must be a multiple of in an fp8 GEMM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,26 @@ class Architecture:
     def qk_norm(self) -> bool:
         return self.family == "qwen3"
 
+    @property
+    def qkv_rows(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def shape(self) -> ModelShape:
+        """What arithmetic is counted from."""
+        return ModelShape(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            ffn=self.ffn,
+            vocab=self.vocab,
+            tied=self.tied,
+            qkv_bias=self.qkv_bias,
+            qk_norm=self.qk_norm,
+        )
+
     def padded_vocab(self, tp: int) -> int:
         """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel size."""
         return -(-self.vocab // tp) * tp
@@ -63,9 +87,20 @@ class Architecture:
         names = (field.name for field in fields(self) if field.name != "inverse_frequencies")
         return {name: getattr(self, name) for name in names}
 
-    def check_tensor_parallel(self, tp: int, *, policy: str) -> None:
+    def check_layout(self, config: PolicyConfig, *, policy: str) -> None:
+        """ModelError if the model doesn't divide into the parts that the policy's layout has. Needs no process group."""
+        self._check_tensor_parallel(config.tensor_parallel, key=f"policies.{policy}.tensor_parallel")
+        stages = config.pipeline_parallel
+        if self.layers % stages:
+            raise ModelError(
+                f"policies.{policy}.pipeline_parallel is {stages}; it must divide the model's {self.layers} layers, of which "
+                "every stage holds as many"
+            )
+        if config.fp8 is not None:
+            self._check_fp8(config.tensor_parallel, key=f"policies.{policy}.fp8 is {config.fp8!r}")
+
+    def _check_tensor_parallel(self, tp: int, *, key: str) -> None:
         """ModelError if `tp` ranks can't share the heads or the feed-forward layer evenly, or one has no vocabulary."""
-        key = f"policies.{policy}.tensor_parallel"
         for what, size in (("attention heads", self.heads), ("feed-forward units", self.ffn)):
             if size % tp:
                 raise ModelError(f"{key} is {tp}; it must divide the model's {size} {what}")
@@ -73,10 +108,9 @@ class Architecture:
             raise ModelError(
                 f"{key} is {tp}; it must divide the model's {self.kv_heads} key-value heads or be a multiple of them"
             )
-        rows = (self.heads + 2 * self.kv_heads) * self.head_dim
-        if rows % tp:
+        if self.qkv_rows % tp:
             raise ModelError(
-                f"{key} is {tp}; it must divide the {rows} rows of the model's query, key and value weights, "
+                f"{key} is {tp}; it must divide the {self.qkv_rows} rows of the model's query, key and value weights, "
                 f"({self.heads} + 2 x {self.kv_heads}) heads x {self.head_dim}"
             )
         share = self.padded_vocab(tp) // tp  # padding makes it even, and must not be all that a rank has
@@ -84,6 +118,18 @@ class Architecture:
             raise ModelError(
                 f"{key} is {tp}; with {share} of the model's {self.vocab} vocabulary rows per rank the last rank has none"
             )
+
+    def _check_fp8(self, tp: int, *, key: str) -> None:
+        """ModelError if a rank's part of a linear layer has a side that TransformerEngine's fp8 GEMMs can't take."""
+        sides = {
+            "hidden size": self.hidden,
+            "query, key and value rows": self.qkv_rows // tp,
+            "attention outputs": self.heads * self.head_dim // tp,
+            "feed-forward units": self.ffn // tp,
+        }
+        for what, size in sides.items():
+            if size % FP8_SIDE:
+                raise ModelError(f"{key}; a rank has {size} {what}, and fp8 takes multiples of {FP8_SIDE}; unset it")
 
 
 def read_architecture(folder: Path) -> Architecture:

@@ -5,6 +5,7 @@ Rows and their weights are decided above (drmas.core); here they are only checke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,18 +17,22 @@ from drmas.types import Row
 class PolicyBatch:
     """One update's rows, the same list on every rank, with one number per row in each of the other lists.
 
-    `token_weights` is the weight of each of a row's response tokens in the loss; a row of weight 0 is left out (I3, I4).
-    `temperatures` are those that the rows were sampled at (I11). With `on_policy` the ratio is 1 with its gradient, whatever
-    the rows' own log-probs say: advantage 1 then is supervised learning.
+    An advantage is one number for the row, or one per response token (a critic's). `token_weights` is the weight of each of a
+    row's response tokens in the loss; a row of weight 0 is left out (I3, I4). `temperatures` are those that the rows were
+    sampled at (I11). With `on_policy` the ratio is 1 with its gradient, whatever
+    the rows' own log-probs say: advantage 1 then is supervised learning. A critic learns `returns`, where `values` are what it
+    said before, one per response token.
 
     Example: PolicyBatch(rows=rows, advantages=[0.5, -0.5], token_weights=[0.01, 0.01], temperatures=[1.0, 1.0])
     """
 
     rows: Sequence[Row]
-    advantages: Sequence[float]
+    advantages: Sequence[float | Sequence[float]]
     token_weights: Sequence[float]
     temperatures: Sequence[float]
     on_policy: bool = False
+    returns: Sequence[Sequence[float]] | None = None
+    values: Sequence[Sequence[float]] | None = None
 
     def included(self) -> list[int]:
         """Indices of the rows that have a say."""
@@ -38,20 +43,28 @@ class PolicyBatch:
 class UpdateResult:
     """What an update did, the same on every rank.
 
-    `metrics`: loss, grad_norm (before clipping), lr, tokens (of the included rows, prompts too), skipped (1.0 where no step was
-    taken: the gradient wasn't finite, or no row had a weight). `agents`: per agent that had rows, what
-    `drmas_kernels.policy_loss.AgentMetrics.per_token` says.
+    `metrics`: loss, grad_norm (before clipping), lr, tokens (of the included rows, prompts too), computed_tokens (those that
+    went through the model) and tokens_saved (those that sharing of prefixes left out), flops (of all ranks), skipped (1.0
+    where no step was taken: the gradient wasn't finite, or no row had a weight); with a critic also what `Critic.update` says,
+    as critic_loss and so on. `agents`: per agent that had rows, what `drmas_kernels.policy_loss.AgentMetrics.per_token` says,
+    and grad_norm where it was measured.
     """
 
     metrics: dict[str, float]
     agents: dict[str, dict[str, float]] = field(default_factory=dict)
 
+    @classmethod
+    def idle(cls, lr: float) -> UpdateResult:
+        """Of an update without rows."""
+        names = ("loss", "grad_norm", "tokens", "computed_tokens", "tokens_saved", "flops")
+        return cls({**dict.fromkeys(names, 0.0), "lr": lr, "skipped": 1.0})
+
 
 def check_batch(batch: PolicyBatch, *, policy: str, version: int, agents: Sequence[str], vocab: int) -> None:
     """DataError if a list's length or a row that has a say doesn't fit; nothing is changed."""
-    for name in ("advantages", "token_weights", "temperatures"):
+    for name in ("advantages", "token_weights", "temperatures", "returns", "values"):
         values = getattr(batch, name)
-        if len(values) != len(batch.rows):
+        if values is not None and len(values) != len(batch.rows):
             raise DataError(f"policy {policy!r}: {len(values)} {name} for {len(batch.rows)} rows; expected one per row")
     for i in batch.included():
         row = batch.rows[i]
@@ -59,8 +72,18 @@ def check_batch(batch: PolicyBatch, *, policy: str, version: int, agents: Sequen
         if row.agent not in agents:
             raise DataError(f"{_where(row, i)}: policy {policy!r} serves {', '.join(agents)}; no agent of that name")
         _check_versions(row, i, version)
-        if not batch.on_policy and len(row.logprobs) != len(row.response_ids):
-            raise DataError(f"{_where(row, i)}: {len(row.logprobs)} log-probs for {len(row.response_ids)} response tokens")
+        tokens = len(row.response_ids)
+        if not batch.on_policy and len(row.logprobs) != tokens:
+            raise DataError(f"{_where(row, i)}: {len(row.logprobs)} log-probs for {tokens} response tokens")
+        advantage = batch.advantages[i]
+        if isinstance(advantage, Sequence) and len(advantage) != tokens:
+            raise DataError(
+                f"{_where(row, i)}: {len(advantage)} advantages for {tokens} response tokens; expected one or as many"
+            )
+        if not math.isfinite(batch.token_weights[i]):
+            raise DataError(f"{_where(row, i)}: token weight {batch.token_weights[i]}; expected a finite number")
+        if not 0 < batch.temperatures[i] < math.inf:
+            raise DataError(f"{_where(row, i)}: temperature {batch.temperatures[i]}; expected a positive number")
 
 
 def check_rows(rows: Sequence[Row], *, policy: str, vocab: int) -> None:

@@ -1,7 +1,8 @@
-"""Rank 0's word to all ranks: what it found or decided, or the error that stopped it.
+"""What all ranks must know: rank 0's word, what every rank found, or the error that stopped one of them.
 
 Messages are JSON on a gloo group of their own, whose timeout is far beyond any rollout: the other ranks wait here while rank 0
-starts engines and drives episodes, and torchrun ends them if rank 0 dies. Not for tensors.
+starts engines and drives episodes, and where policies have ranks of their own the quick ones wait for the slow. A rank whose
+process ends is noticed at once, because its connections close. Not for tensors.
 """
 
 from __future__ import annotations
@@ -18,10 +19,17 @@ import drmas.errors
 from drmas.errors import DrmasError
 
 _PATIENCE = timedelta(days=7)
+_GRACE = timedelta(seconds=60)
+"""How long a rank with an error waits to be heard. Ranks that are in a collective with it can't hear it before it leaves."""
+
+_Message = dict[str, Any]
 
 
 class Broadcast:
-    """Collective over the world: construct it on every rank in the same place."""
+    """Collective over the world: construct it on every rank in the same place.
+
+    Example: share = Broadcast(); share(lambda: read_once()); share.gather(lambda: my_part())
+    """
 
     def __init__(self) -> None:
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
@@ -39,14 +47,39 @@ class Broadcast:
         try:
             result = action()
         except BaseException as error:
-            kind = type(error).__name__ if isinstance(error, DrmasError) else "DrmasError"
-            self._say({"error": kind, "message": str(error) or type(error).__name__})
+            self._say(_trouble(error))
             raise
         self._say({"result": result})
         return result
 
-    def _say(self, message: dict[str, Any]) -> None:
-        payload = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+    def gather(self, action: Callable[[], Any]) -> list[Any]:
+        """Run `action` on every rank and give all results, which must survive JSON, in the order of the ranks, on every rank.
+
+        An error on one rank ends it on all, with every failed rank's message: a DrmasError as its own kind, anything else as
+        itself where it happened and as a DrmasError elsewhere. Ranks that hold the failed one up in a collective aren't waited
+        for longer than a minute; they notice that it left.
+        """
+        if self._alone:
+            return [action()]
+        error = None
+        try:
+            message = {"result": action()}
+        except Exception as caught:  # raised below, when the other ranks know
+            error, message = caught, _trouble(caught)
+            dist.distributed_c10d._set_pg_timeout(_GRACE, self._group)
+        try:
+            messages = self._exchanged(message)
+        except RuntimeError as broken:
+            raise error or DrmasError("another rank of the job is gone; its own output says why") from broken
+        if error is not None and not isinstance(error, DrmasError):
+            raise error
+        failed = {rank: each for rank, each in enumerate(messages) if "error" in each}
+        if failed:
+            raise _joined(failed, len(messages))
+        return [each["result"] for each in messages]
+
+    def _say(self, message: _Message) -> None:
+        payload = _encoded(message)
         dist.broadcast(torch.tensor([payload.numel()]), 0, group=self._group)
         dist.broadcast(payload, 0, group=self._group)
 
@@ -55,7 +88,44 @@ class Broadcast:
         dist.broadcast(size, 0, group=self._group)
         payload = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(payload, 0, group=self._group)
-        message = json.loads(payload.numpy().tobytes())
+        message = _decoded(payload)
         if "error" in message:
             raise getattr(drmas.errors, message["error"])(message["message"])
         return message["result"]
+
+    def _exchanged(self, message: _Message) -> list[_Message]:
+        payload = _encoded(message)
+        sizes = [int(size) for size in self._gathered(torch.tensor([payload.numel()]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: payload.numel()] = payload
+        parts = self._gathered(padded)
+        return [_decoded(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+    def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor, group=self._group)
+        return parts
+
+
+def _trouble(error: BaseException) -> _Message:
+    kind = type(error).__name__ if isinstance(error, DrmasError) else "DrmasError"
+    return {"error": kind, "message": str(error) or type(error).__name__}
+
+
+def _joined(failed: dict[int, _Message], ranks: int) -> DrmasError:
+    """One error of the first failed rank's kind, which names the ranks unless all of them say the same."""
+    kind = getattr(drmas.errors, next(iter(failed.values()))["error"])
+    said: dict[str, list[str]] = {}
+    for rank, message in failed.items():
+        said.setdefault(message["message"], []).append(str(rank))
+    if len(said) == 1 and len(failed) == ranks:
+        return kind(*said)
+    return kind("; ".join(f"rank {', '.join(numbers)}: {message}" for message, numbers in said.items()))
+
+
+def _encoded(message: _Message) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+
+
+def _decoded(payload: torch.Tensor) -> _Message:
+    return json.loads(payload.numpy().tobytes())

@@ -1,8 +1,9 @@
 """Weights between a Hugging Face folder and a Megatron model, exact in both directions.
 
-One table (`entries`) says which Megatron parameter holds which Hugging Face tensors and how they are arranged over the
-tensor-parallel ranks; loading, exporting and the weight sync all follow it, in its order. File formats are `safetensors` only.
-Called by the trainer, by the export, and by the weight sync through `WeightSource`.
+One table (`slots`) says which Megatron parameter holds which Hugging Face tensors and how they are arranged over the
+tensor-parallel ranks; loading, exporting and the weight sync all follow it, in its order. A pipeline stage holds some of the
+slots; `entries` pairs those with its parameters. File formats are `safetensors` only. Called by the trainer, by the export, and
+by the weight sync through `WeightSource`.
 """
 
 from __future__ import annotations
@@ -10,71 +11,119 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from safetensors import safe_open
 
 from drmas.errors import ModelError
 from drmas.policy.architecture import Architecture
+from drmas.policy.groups import PolicyGroups
 from drmas.policy.model import PolicyModel
 
 Arrangement = Literal["copy", "rows", "columns", "qkv", "gate_up"]
 """copy: the same on every rank; rows, columns: cut evenly along that dimension; qkv: query, key and value interleaved by
 key-value head, then cut by rows; gate_up: each of the two cut by rows, then joined per rank."""
 
+_FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Where TransformerEngine keeps the norms of a layer: in the linear layers that follow them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter of the whole model: its place in the layer number `layer` (from 0), or in the model where that is None.
+
+    `tensors` are the Hugging Face tensors (name, whole shape) that it holds.
+    """
+
+    layer: int | None
+    place: str
+    arrangement: Arrangement
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Megatron parameter and the Hugging Face tensors (name, whole shape) that it holds."""
+    """One Megatron parameter of this rank and the Hugging Face tensors (name, whole shape) that it holds."""
 
     parameter: torch.nn.Parameter
     arrangement: Arrangement
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
-    """The model's parameters in Hugging Face's order; a tied head comes once, as the embedding."""
+def slots(architecture: Architecture) -> Iterator[Slot]:
+    """The whole model's parameters in Hugging Face's order; a tied head comes once, as the embedding."""
     vocabulary = (architecture.vocab, architecture.hidden)
-    yield Entry(model.embedding.word_embeddings.weight, "rows", (("model.embed_tokens.weight", vocabulary),))
-    for layer in model.decoder.layers:
-        yield from _layer_entries(layer, architecture)
-    yield Entry(model.decoder.final_layernorm.weight, "copy", (("model.norm.weight", (architecture.hidden,)),))
+    yield Slot(None, "embedding.word_embeddings.weight", "rows", (("model.embed_tokens.weight", vocabulary),))
+    for layer in range(architecture.layers):
+        yield from _layer_slots(layer, architecture)
+    yield Slot(None, "decoder.final_layernorm.weight", "copy", (("model.norm.weight", (architecture.hidden,)),))
     if not architecture.tied:
-        yield Entry(model.output_layer.weight, "rows", (("lm_head.weight", vocabulary),))
+        yield Slot(None, "output_layer.weight", "rows", (("lm_head.weight", vocabulary),))
 
 
-def _layer_entries(layer: TransformerLayer, architecture: Architecture) -> Iterator[Entry]:
-    prefix = f"model.layers.{layer.layer_number - 1}."
+Table = Callable[[Architecture], Iterator[Slot]]
+"""What there is: `slots`, or what another kind of parameters is called."""
+
+
+def _layer_slots(layer: int, architecture: Architecture) -> Iterator[Slot]:
+    prefix = f"model.layers.{layer}."
     hidden, ffn, width = architecture.hidden, architecture.ffn, architecture.heads * architecture.head_dim
     kv_width = architecture.kv_heads * architecture.head_dim
-    attention, mlp = layer.self_attention, layer.mlp
-    # TransformerEngine fuses the norms into the linear layers that follow them.
-    fused = hasattr(attention.linear_qkv, "layer_norm_weight")
-    attention_norm = attention.linear_qkv.layer_norm_weight if fused else layer.input_layernorm.weight
-    mlp_norm = mlp.linear_fc1.layer_norm_weight if fused else layer.pre_mlp_layernorm.weight
 
-    def entry(parameter: torch.nn.Parameter, arrangement: Arrangement, *tensors: tuple[str, tuple[int, ...]]) -> Entry:
-        return Entry(parameter, arrangement, tuple((prefix + name, shape) for name, shape in tensors))
+    def slot(place: str, arrangement: Arrangement, *tensors: tuple[str, tuple[int, ...]]) -> Slot:
+        return Slot(layer, place, arrangement, tuple((prefix + name, shape) for name, shape in tensors))
 
-    yield entry(attention_norm, "copy", ("input_layernorm.weight", (hidden,)))
+    yield slot("input_layernorm.weight", "copy", ("input_layernorm.weight", (hidden,)))
     widths = (("q", width), ("k", kv_width), ("v", kv_width))
     qkv = [(f"self_attn.{letter}_proj.weight", (rows, hidden)) for letter, rows in widths]
-    yield entry(attention.linear_qkv.weight, "qkv", *qkv)
+    yield slot("self_attention.linear_qkv.weight", "qkv", *qkv)
     if architecture.qkv_bias:
-        yield entry(attention.linear_qkv.bias, "qkv", *((f"self_attn.{letter}_proj.bias", (rows,)) for letter, rows in widths))
+        biases = [(f"self_attn.{letter}_proj.bias", (rows,)) for letter, rows in widths]
+        yield slot("self_attention.linear_qkv.bias", "qkv", *biases)
     if architecture.qk_norm:
-        yield entry(attention.q_layernorm.weight, "copy", ("self_attn.q_norm.weight", (architecture.head_dim,)))
-        yield entry(attention.k_layernorm.weight, "copy", ("self_attn.k_norm.weight", (architecture.head_dim,)))
-    yield entry(attention.linear_proj.weight, "columns", ("self_attn.o_proj.weight", (hidden, width)))
-    yield entry(mlp_norm, "copy", ("post_attention_layernorm.weight", (hidden,)))
+        for letter in "qk":
+            norm = (f"self_attn.{letter}_norm.weight", (architecture.head_dim,))
+            yield slot(f"self_attention.{letter}_layernorm.weight", "copy", norm)
+    yield slot("self_attention.linear_proj.weight", "columns", ("self_attn.o_proj.weight", (hidden, width)))
+    yield slot("pre_mlp_layernorm.weight", "copy", ("post_attention_layernorm.weight", (hidden,)))
     gate_up = [("mlp.gate_proj.weight", (ffn, hidden)), ("mlp.up_proj.weight", (ffn, hidden))]
-    yield entry(mlp.linear_fc1.weight, "gate_up", *gate_up)
-    yield entry(mlp.linear_fc2.weight, "columns", ("mlp.down_proj.weight", (hidden, ffn)))
+    yield slot("mlp.linear_fc1.weight", "gate_up", *gate_up)
+    yield slot("mlp.linear_fc2.weight", "columns", ("mlp.down_proj.weight", (hidden, ffn)))
+
+
+def entries(model: PolicyModel, architecture: Architecture, table: Table = slots) -> Iterator[Entry]:
+    """The parameters of this rank's pipeline stage, in the order of `table`: Hugging Face's.
+
+    The embedding is the first stage's, the final norm and the head are the last one's. The last stage's own copy of a tied
+    embedding isn't among them (see `load_hf`).
+    """
+    for slot in table(architecture):
+        parameter = _parameter(model, slot)
+        if parameter is not None:
+            yield Entry(parameter, slot.arrangement, slot.tensors)
+
+
+def _parameter(model: PolicyModel, slot: Slot) -> torch.nn.Parameter | None:
+    """The slot's parameter; None on the stages that don't hold it."""
+    if slot.layer is None:
+        first = slot.place.startswith("embedding")
+        return attrgetter(slot.place)(model) if (model.pre_process if first else model.post_process) else None
+    layers = model.decoder.layers
+    index = slot.layer - (layers[0].layer_number - 1)  # Megatron counts the whole model's layers from 1
+    if not 0 <= index < len(layers):
+        return None
+    layer, place = layers[index], slot.place
+    if hasattr(layer.self_attention.linear_qkv, "layer_norm_weight"):
+        place = _FUSED_NORMS.get(place, place)
+    return attrgetter(place)(layer)
 
 
 def to_shard(entry: Entry, tensors: list[torch.Tensor], architecture: Architecture, *, tp: int, rank: int) -> torch.Tensor:
@@ -145,45 +194,79 @@ class SafetensorsFolder:
 
 
 @torch.no_grad()
-def load_hf(model: PolicyModel, architecture: Architecture, folder: Path, *, tp_group: dist.ProcessGroup) -> None:
-    """Fill `model` with the weights of `folder`, cast to the model's dtype. Call before the optimiser is built."""
+def load_hf(model: PolicyModel, architecture: Architecture, folder: Path, *, groups: PolicyGroups) -> None:
+    """Fill this rank's part of `model` from `folder`, cast to the model's dtype. Call before the optimiser is built.
+
+    Under a pipeline the last stage owns a copy of a tied embedding, its head; it is filled too. Nothing is communicated.
+    """
     source = SafetensorsFolder(folder)
-    for entry in entries(model, architecture):
+    held = list(entries(model, architecture))
+    if architecture.tied and model.post_process and not model.pre_process:
+        embedding = next(slots(architecture))
+        held.append(Entry(model.output_layer.weight, embedding.arrangement, embedding.tensors))
+    for entry in held:
         tensors = [source.read(name, shape) for name, shape in entry.tensors]
-        entry.parameter.copy_(to_shard(entry, tensors, architecture, tp=tp_group.size(), rank=tp_group.rank()))
+        entry.parameter.copy_(to_shard(entry, tensors, architecture, tp=groups.tp.size(), rank=groups.tp.rank()))
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """A policy's weights as whole Hugging Face tensors. Iterating is collective over the tensor-parallel group.
+    """A policy's weights as whole Hugging Face tensors, on every rank of the policy.
 
-    `values` picks what is read of a parameter (its data, or its gradient). Tensors may share memory with the model: use them
-    before the next update, and don't write to them.
+    Iterating is collective over the policy's ranks: the stage that holds a tensor joins it over its tensor-parallel ranks, then
+    gives it to the other stages. `values` picks what is read of a parameter (its data, or its gradient); it is of one dtype.
+    `table` says which parameters. Tensors may share memory with the model: use them before the next update, and don't write to
+    them.
     """
 
     model: PolicyModel
     architecture: Architecture
-    tp_group: dist.ProcessGroup
+    groups: PolicyGroups
     values: Callable[[torch.nn.Parameter], torch.Tensor] = torch.nn.Parameter.detach
+    table: Table = slots
+    before: Callable[[], None] | None = None
+    """Called at the start of every iteration: where parameters arrive behind a step, to wait for them."""
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(name, dtype, shape) in the order of iteration, without communication."""
-        return [
-            (name, entry.parameter.dtype, shape)
-            for entry in entries(self.model, self.architecture)
-            for name, shape in entry.tensors
-        ]
+        """(name, dtype, shape) in the order of iteration, on every rank, without communication."""
+        dtype = self.model.config.params_dtype
+        return [(name, dtype, shape) for slot in self.table(self.architecture) for name, shape in slot.tensors]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for entry in entries(self.model, self.architecture):
+        if self.before is not None:
+            self.before()
+        with torch.no_grad():
+            like = self.values(next(entries(self.model, self.architecture, self.table)).parameter)
+        for slot in self.table(self.architecture):
             with torch.no_grad():
-                whole = from_shards(entry, self._gather(entry), self.architecture)
-            yield from ((name, tensor) for (name, _), tensor in zip(entry.tensors, whole, strict=True))
+                whole = self._whole(slot, like)
+            yield from ((name, tensor) for (name, _), tensor in zip(slot.tensors, whole, strict=True))
+
+    def _whole(self, slot: Slot, like: torch.Tensor) -> list[torch.Tensor]:
+        """The slot's tensors, on stages that don't hold them in memory made like `like`."""
+        pp, parameter = self.groups.pp, _parameter(self.model, slot)
+        if parameter is not None:
+            entry = Entry(parameter, slot.arrangement, slot.tensors)
+            whole = from_shards(entry, self._gather(entry), self.architecture)
+        else:
+            whole = [like.new_empty(shape) for _, shape in slot.tensors]
+        if pp.size() > 1:
+            whole = [tensor.contiguous() for tensor in whole]
+            for tensor in whole:
+                dist.broadcast(tensor, group=pp, group_src=self._stage(slot))
+        return whole
+
+    def _stage(self, slot: Slot) -> int:
+        """The pipeline stage that holds the slot. Layers are cut evenly."""
+        stages = self.groups.pp.size()
+        if slot.layer is None:
+            return 0 if slot.place.startswith("embedding") else stages - 1
+        return slot.layer * stages // self.architecture.layers
 
     def _gather(self, entry: Entry) -> list[torch.Tensor]:
-        shard, size = self.values(entry.parameter), self.tp_group.size()
+        shard, size = self.values(entry.parameter), self.groups.tp.size()
         if entry.arrangement == "copy" or size == 1:
             return [shard]
         gathered = shard.new_empty((size * shard.shape[0], *shard.shape[1:]))
-        dist.all_gather_into_tensor(gathered, shard.contiguous(), group=self.tp_group)
+        dist.all_gather_into_tensor(gathered, shard.contiguous(), group=self.groups.tp)
         return list(gathered.chunk(size))

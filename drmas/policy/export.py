@@ -1,24 +1,24 @@
 """A policy as a Hugging Face folder that transformers and vLLM open: config.json, safetensors, tokenizer.
 
-Everything but the weights comes from the folder that the policy was loaded from. Called by the trainer on all ranks; rank 0
-writes.
+Everything but the weights comes from the folder that the policy was loaded from. Called by the trainer on all of the policy's
+ranks; the first one writes.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from drmas.errors import CheckpointError
 from drmas.policy import folders
 from drmas.policy.convert import WeightSource
-from drmas.policy.groups import on_rank_zero
 
 SHARD_BYTES = 4 * 2**30
 _COPIED = (
@@ -35,16 +35,29 @@ Metadata = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 
 def write_hf_folder(source: WeightSource, *, model_path: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write `folder` from `source` and the other files of `model_path`. OSError is raised on every rank."""
-    partial = on_rank_zero(lambda: _begin(folder, model_path, source.metadata()))
+    """Write `folder` from `source` and the other files of `model_path`. CheckpointError, on every rank: it can't be written."""
+    writes = source.groups.whole.rank() == 0
+
+    def lead(action: Callable[[], Any]) -> Any:
+        return source.groups.on_leader(lambda: _guarded(action, folder))
+
+    partial = lead(lambda: _begin(folder, model_path, source.metadata()))
     shards = _shards(source.metadata(), shard_bytes)
     tensors = iter(source)
     for number, names in enumerate(shards, start=1):
-        # Gathering is collective: every rank draws the shard's tensors, rank 0 keeps and writes them.
-        held = dict(_drawn(tensors, len(names), keep=dist.get_rank() == 0))
+        # Gathering is collective: every rank draws the shard's tensors, the first keeps and writes them.
+        held = dict(_drawn(tensors, len(names), keep=writes))
         file = partial / _file_name(number, len(shards))
-        on_rank_zero(lambda held=held, file=file: save_file(held, file, metadata={"format": "pt"}))
-    on_rank_zero(lambda: _finish(folder, partial, source.metadata(), shards))
+        lead(lambda held=held, file=file: save_file(held, file, metadata={"format": "pt"}))
+    lead(lambda: _finish(folder, partial, source.metadata(), shards))
+
+
+def _guarded(action: Callable[[], Any], folder: Path) -> Any:
+    try:
+        return action()
+    except (OSError, SafetensorError) as error:
+        folders.abandon(folder)
+        raise CheckpointError(f"{folder} can't be written: {error}") from error
 
 
 def _drawn(tensors: Iterator[tuple[str, torch.Tensor]], count: int, *, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -25,12 +25,17 @@ def commit(folder: Path) -> None:
     """Put what was written since `begin` in the place of `folder`, flushed to the disk first. For flat folders."""
     partial, replaced = _beside(folder, "partial"), _beside(folder, "replaced")
     for path in [*partial.iterdir(), partial]:
-        _flush(path)
+        flush(path)
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
         os.rename(folder, replaced)
     os.rename(partial, folder)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def abandon(folder: Path) -> None:
+    """Remove what was written since `begin`; `folder` stays as it was."""
+    shutil.rmtree(_beside(folder, "partial"), ignore_errors=True)
 
 
 def recover(folder: Path) -> None:
@@ -40,7 +45,7 @@ def recover(folder: Path) -> None:
         os.rename(replaced, folder)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Have the system write a file or a folder's list of names to the disk, whoever of this host wrote it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

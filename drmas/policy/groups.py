@@ -3,7 +3,8 @@
 Every policy names its groups explicitly (`PolicyGroups.collection`, passed to everything of Megatron that takes one), and
 `PolicyGroups.active` shows the same groups to the parts of Megatron that still ask its global `parallel_state`. Outside it
 those globals are empty, so code that forgets the context fails instead of using another policy's groups. One policy is active
-at a time per process. Communicators are shared by rank list.
+at a time per process. A policy may live on some of the ranks only: while it is active they are the whole world, because parts
+of Megatron (building an optimiser, checkpoints) talk to the world. Communicators are shared by rank list.
 
 `initialize_model_parallel` is never called: it knows one layout per process. Called by the trainer and by the runtime's start.
 """
@@ -106,24 +107,6 @@ def destroy() -> None:
         dist.destroy_process_group()
 
 
-def on_rank_zero(action: Callable[[], Result]) -> Result:
-    """Run `action` on rank 0 of the world and give its result, or raise its error, on every rank.
-
-    For files and decisions that exist once: without it, an error on rank 0 leaves the others waiting for their timeout.
-    """
-    outcome: list[object] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = action()
-        except Exception as error:  # raised below, on every rank
-            outcome[1] = error
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[1], Exception):
-        raise outcome[1]
-    return outcome[0]
-
-
 class Groups:
     """The communicators of this process, one per distinct list of ranks.
 
@@ -133,17 +116,18 @@ class Groups:
     def __init__(self, *, timeout_seconds: float = 1800.0) -> None:
         """`timeout_seconds` bounds every collective of the communicators made here; the world's own has its own bound."""
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
-        self._cache: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._cache: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # scratch of sequence parallelism, one per process, of no group
             parallel_state._set_global_memory_buffer()
 
-    def get(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """The communicator of the global `ranks`; None on the ranks outside."""
-        key = tuple(ranks)
+    def get(self, ranks: Sequence[int], *, lane: str = "") -> dist.ProcessGroup | None:
+        """The communicator of the global `ranks`; None on the ranks outside. Another `lane` is another communicator, for what
+        isn't ordered with the collectives of the first."""
+        key = (lane, tuple(ranks))
         if key not in self._cache:
-            whole = key == tuple(range(dist.get_world_size()))
-            self._cache[key] = dist.group.WORLD if whole else dist.new_group(list(key), timeout=self._timeout)
-        return self._cache[key] if dist.get_rank() in key else None
+            whole = not lane and key[1] == tuple(range(dist.get_world_size()))
+            self._cache[key] = dist.group.WORLD if whole else dist.new_group(list(ranks), timeout=self._timeout)
+        return self._cache[key] if dist.get_rank() in key[1] else None
 
     def layout(self, *, tp: int = 1, pp: int = 1, cp: int = 1, ranks: Sequence[int] | None = None) -> PolicyGroups | None:
         """The groups of a policy on the global `ranks` (all by default); what tp, pp and cp leave over is data-parallel.
@@ -154,8 +138,8 @@ class Groups:
         dp, rest = divmod(len(ranks), tp * pp * cp)
         if rest or not dp:
             raise ConfigError(
-                f"tensor x pipeline x context parallel is {tp} x {pp} x {cp}; it must divide the {len(ranks)} trainer "
-                f"processes (policies.NAME.tensor_parallel, or torchrun's --nproc-per-node)"
+                f"tensor x pipeline x context parallel is {tp} x {pp} x {cp}; their product must divide the {len(ranks)} "
+                f"trainer processes (policies.NAME.tensor_parallel and so on, or torchrun's --nproc-per-node)"
             )
         generator = parallel_state.RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
         groups = {name: self._mine(ranks, generator.get_ranks(token)) for name, token in _TOKENS.items()}
@@ -165,7 +149,7 @@ class Groups:
         groups |= dict.fromkeys(("expt_tp", "tp_ep"), groups["tp"])
         groups |= dict.fromkeys(("expt_dp", "intra_dp_cp", "intra_expt_dp"), groups["dp_cp"])
         groups |= {"tp_ep_pp": groups["mp"], "inter_dist_opt": None, "hcp": None}
-        return PolicyGroups(ProcessGroupCollection(**groups)) if dist.get_rank() in ranks else None
+        return PolicyGroups(ProcessGroupCollection(**groups), ranks) if dist.get_rank() in ranks else None
 
     def _mine(self, ranks: Sequence[int], lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Make the group of every list, in order, on every rank; return the one that this rank is in."""
@@ -174,29 +158,85 @@ class Groups:
 
 
 class PolicyGroups:
-    """One policy's groups as this rank sees them.
+    """One policy's groups as this rank sees them. `ranks` are its global ranks, `whole` the communicator over all of them.
 
     Example: layout = Groups().layout(tp=2); layout.tp.size() == 2
     """
 
-    def __init__(self, collection: ProcessGroupCollection) -> None:
-        self.collection = collection
+    def __init__(self, collection: ProcessGroupCollection, ranks: Sequence[int]) -> None:
+        self.collection, self.ranks = collection, tuple(ranks)
         self.tp: dist.ProcessGroup = collection.tp
-        self.dp: dist.ProcessGroup = collection.dp
         self.pp: dist.ProcessGroup = collection.pp
+        self.cp: dist.ProcessGroup = collection.cp
+        self.dp: dist.ProcessGroup = collection.dp
+        self.dp_cp: dist.ProcessGroup = collection.dp_cp
+        self.whole: dist.ProcessGroup = collection.intra_dist_opt
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp.rank() == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp.rank() == self.pp.size() - 1
+
+    def sizes(self) -> dict[str, int]:
+        """The layout in numbers, by the names of the dimensions."""
+        return {name: getattr(self, name).size() for name in ("tp", "pp", "cp", "dp")}
+
+    def on_leader(self, action: Callable[[], Result]) -> Result:
+        """Run `action` on the policy's first rank and give its result, or raise its error, on every rank of the policy.
+
+        For files and decisions that exist once: without it, an error on that rank leaves the others waiting for their timeout.
+        """
+        outcome: list[object] = [None, None]
+        if self.whole.rank() == 0:
+            try:
+                outcome[0] = action()
+            except Exception as error:  # raised below, on every rank
+                outcome[1] = error
+        if self.whole.size() > 1:
+            dist.broadcast_object_list(outcome, group=self.whole, group_src=0)
+        if isinstance(outcome[1], Exception):
+            raise outcome[1]
+        return outcome[0]
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Let `parallel_state` answer for this policy; everything else in it is empty meanwhile, and comes back after."""
         names = vars(parallel_state)
         saved = {name: names[name] for name in names if name.startswith("_") and name.isupper() and name not in _SCRATCH}
-        shown = {name: {} if isinstance(value, dict) else None for name, value in saved.items()}
-        shown |= {name: getattr(self.collection, field) for name, field in _GROUP_GLOBALS.items()}
-        for name, field in _RANK_GLOBALS.items():
-            group = getattr(self.collection, field)
-            shown[name] = None if group is None else dist.get_process_group_ranks(group)
-        names.update(shown)
-        try:
-            yield
-        finally:
-            names.update(saved)
+        with _as_world(self.whole):
+            shown = {name: {} if isinstance(value, dict) else None for name, value in saved.items()}
+            shown |= {name: getattr(self.collection, field) for name, field in _GROUP_GLOBALS.items()}
+            for name, field in _RANK_GLOBALS.items():
+                group = getattr(self.collection, field)
+                shown[name] = None if group is None else dist.get_process_group_ranks(group)
+            names.update(shown)
+            try:
+                yield
+            finally:
+                names.update(saved)
+
+
+@contextlib.contextmanager
+def _as_world(group: dist.ProcessGroup) -> Iterator[None]:
+    """Let `group` be torch.distributed's world, its ranks numbered from 0.
+
+    Private state of torch, for the whole process: no other thread may use torch.distributed meanwhile.
+    """
+    world = dist.distributed_c10d._world
+    if world.default_pg is group:
+        yield
+        return
+    number = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(group))}
+    default, tables = world.default_pg, dict(world.pg_group_ranks)
+    for each, table in tables.items():  # each: {rank in the world: rank in the group}
+        if set(table) <= set(number):
+            world.pg_group_ranks[each] = {number[rank]: i for rank, i in table.items()}
+    world.default_pg = group
+    try:
+        yield
+    finally:
+        world.default_pg = default
+        world.pg_group_ranks.update(tables)

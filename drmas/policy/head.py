@@ -2,7 +2,7 @@
 
 Only the states that predict a response token enter the head, and whole logits are never formed. The head's weight is cut by
 vocabulary rows over the tensor-parallel ranks, so each rank finds a part of the hidden states' gradient; the two Megatron
-regions used here sum those parts on the way back. Called by the trainer for every microbatch.
+regions used here sum those parts on the way back. Called for every microbatch, on the pipeline's last stage.
 """
 
 from __future__ import annotations
@@ -26,15 +26,27 @@ from drmas_kernels.policy_loss import PolicyLossOptions
 
 @dataclass(frozen=True, slots=True)
 class TokenTargets:
-    """What the loss needs to know of one microbatch's R response tokens and their rows.
+    """What the loss needs to know of one microbatch's R response tokens, none of weight 0 but those of a stand-in row.
 
-    `old_logprob` [R] or None (on-policy); `token_weight` [R]; `advantage` and `agent` per row; all float32 but `agent`, int64.
+    `token_weight`, `advantage` [R] float32; `agent` [R] int64; `old_logprob` [R] float32, or None on-policy; `ref_logprob` [R]
+    float32, or None without a reference.
     """
 
-    old_logprob: torch.Tensor | None
     token_weight: torch.Tensor
     advantage: torch.Tensor
     agent: torch.Tensor
+    old_logprob: torch.Tensor | None
+    ref_logprob: torch.Tensor | None
+
+
+def response_states(
+    hidden: torch.Tensor, packed: Packed, model: PolicyModel, tp: torch.distributed.ProcessGroup
+) -> torch.Tensor:
+    """[T (/ tp), 1, hidden] -> [R, hidden], whole on every tensor-parallel rank; backward sums over the ranks."""
+    if model.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp)
+        return hidden[:, 0].index_select(0, packed.source)
+    return copy_to_tensor_model_parallel_region(hidden[:, 0].index_select(0, packed.source), group=tp)
 
 
 class Head:
@@ -52,7 +64,7 @@ class Head:
     def logprobs(self, hidden: torch.Tensor, packed: Packed, temperatures: Sequence[float]) -> torch.Tensor:
         """[R] float32: the log-prob of each response token at its row's temperature. No gradient."""
         logprob, _ = linear_logprob(
-            self._states(hidden, packed),
+            response_states(hidden, packed, self._model, self._tp),
             self._model.head_weight,
             packed.target,
             temperature=_per_token(temperatures, packed),
@@ -70,28 +82,28 @@ class Head:
         num_agents: int,
         options: PolicyLossOptions,
     ) -> PolicyLoss:
-        """The microbatch's part of the loss, with its gradient, and its metrics per agent."""
+        """The microbatch's part of the loss, with its gradient, and its metrics per agent. Nothing waits for the device.
+
+        Every token is a row of its own to the kernel, since a critic's advantages differ from token to token.
+        """
+        every = torch.arange(packed.target.numel(), device=packed.target.device)
         return linear_policy_loss(
-            self._states(hidden, packed),
+            response_states(hidden, packed, self._model, self._tp),
             self._model.head_weight,
             packed.target,
             targets.old_logprob,
-            packed.row,
+            every,
             targets.advantage,
             targets.token_weight,
             targets.agent,
             num_agents=num_agents,
             options=options,
+            ref_logprob=targets.ref_logprob,
             temperature=_per_token(temperatures, packed),
+            index=every,
+            check_values=False,  # they are checked on the host, as rows
             **self._vocabulary,
         )
-
-    def _states(self, hidden: torch.Tensor, packed: Packed) -> torch.Tensor:
-        """[T (/ tp), 1, hidden] -> [R, hidden], whole on every tensor-parallel rank; backward sums over the ranks."""
-        if self._model.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self._tp)
-            return hidden[:, 0].index_select(0, packed.source)
-        return copy_to_tensor_model_parallel_region(hidden[:, 0].index_select(0, packed.source), group=self._tp)
 
 
 def _per_token(temperatures: Sequence[float], packed: Packed) -> float | torch.Tensor:

@@ -87,6 +87,8 @@ def install() -> None:
         )
     # Host and accelerator share one generator here, so Megatron sees its own draws as a disturbance.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: _RNG_WARNING not in record.getMessage())
+    for package in ("transformer_engine", "flash_attn"):  # Megatron imports them where it finds them; here they only can fail
+        sys.modules.setdefault(package, None)
     _patch_tensor_methods()
     sys.meta_path.insert(0, _MegatronFinder(_host_torch()))
 

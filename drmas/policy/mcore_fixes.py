@@ -1,67 +1,61 @@
-"""Corrections to megatron-core 0.16.1 that hold on every device. Each names its fault and its test.
+"""Corrections to megatron-core 0.16.1 that hold on every device. Each names its fault; a test of it fails once it can go.
 
-Called by the trainer before it builds anything. To upgrade Megatron, try to delete each of them.
+Called by the trainer, the reference and the critic before they build anything. The tests are in test_mcore_fixes.py: each shows
+that Megatron alone is wrong, and that it is right with the correction. After an upgrade, delete what the first half fails for.
+
+Two more faults of 0.16.1 need no correction, because the code around them isn't used: `drmas.policy.optimizer_state` saves
+the optimiser in the place of `sharded_param_state_fully_reshardable`, which slices gathered state by offsets that still count
+bucket padding, and `drmas.policy.checkpoint_writer` writes in the place of a writer that starts a manager process.
 """
 
 from __future__ import annotations
 
 import functools
-import queue
+from collections.abc import Callable
 from typing import Any
 
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import layers, random
 
 
 def apply() -> None:
     """Apply every correction; idempotent."""
-    _align_saved_optimizer_state()
-    _collect_write_results_in_process()
+    _wrap(random.CheckpointWithoutOutput, "__init__", _without_fp8)
+    for kind, dimension in _CUT.items():
+        _wrap(kind, "__init__", functools.partial(_marked, dimension=dimension))
 
 
-def _collect_write_results_in_process() -> None:
-    """Pass the results of a checkpoint's writers through a plain queue.
+def _wrap(owner: type, name: str, correction: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(owner, name)
+    if not hasattr(original, "__wrapped__"):
+        setattr(owner, name, functools.wraps(original)(correction(original)))
 
-    The original starts a manager process, which imports `__main__` again: seconds, a second copy of the program in memory, and
-    a deadlock where `__main__` has no guard. Saves here are synchronous, so the queue never leaves the process.
-    Test: test_saving_starts_no_manager_process.
+
+def _without_fp8(init: Callable[..., None]) -> Callable[..., None]:
+    """Recomputing a norm's output asks TransformerEngine for its fp8 state, which is a NameError where that isn't installed.
+
+    The flag meant for that is `fp8 is not None`, and its default is False.
     """
-    filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
+
+    def corrected(self: random.CheckpointWithoutOutput, fp8: Any = False) -> None:
+        init(self, fp8)
+        self.fp8 = self.fp8 and random.HAVE_TE
+
+    return corrected
 
 
-def _align_saved_optimizer_state() -> None:
-    """Slice the gathered optimiser state by offsets without bucket padding.
+_CUT = {layers.VocabParallelEmbedding: 0, layers.ColumnParallelLinear: 0, layers.RowParallelLinear: 1}
+"""Layers whose weight tensor-parallel ranks share, and along which dimension."""
 
-    `sharded_param_state_fully_reshardable` gathers buffers with each bucket's end padding taken out, yet cuts parameters from
-    them by offsets that still count it: every parameter behind a padded bucket is saved wrong, silently. Here the offsets are
-    shifted while the method runs. Upstream mended it after 0.16.1 (Megatron-LM pull request 5077).
-    Test: test_optimizer_state_survives_padded_buckets.
+
+def _marked(init: Callable[..., None], *, dimension: int) -> Callable[..., None]:
+    """Weights that aren't initialised (`perform_initialization=False`) aren't marked as tensor-parallel either.
+
+    The gradient norm then takes every rank's part for a copy of rank 0's and leaves it out.
     """
-    original = DistributedOptimizer.sharded_param_state_fully_reshardable
-    if hasattr(original, "__wrapped__"):
-        return
 
-    @functools.wraps(original)
-    def aligned(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
-        saved = [buffer.param_index_map for buffer in self.buffers]
-        for buffer in self.buffers:
-            buffer.param_index_map = _without_padding(buffer)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            for buffer, index_map in zip(self.buffers, saved, strict=True):
-                buffer.param_index_map = index_map
+    def corrected(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self.weight is not None and not hasattr(self.weight, "tensor_model_parallel"):
+            layers.set_tensor_model_parallel_attributes(self.weight, True, dimension, kwargs.get("stride", 1))
 
-    DistributedOptimizer.sharded_param_state_fully_reshardable = aligned
-
-
-def _without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """`buffer.param_index_map` (parameter -> start, end, bucket) in a buffer whose buckets end where their parameters end."""
-    padding_before, total = [], 0
-    for bucket in buffer.buckets:
-        padding_before.append(total)
-        total += bucket.grad_data.numel() - bucket.numel_unpadded
-    return {
-        param: (start - padding_before[bucket], end - padding_before[bucket], bucket)
-        for param, (start, end, bucket) in buffer.param_index_map.items()
-    }
+    return corrected

@@ -1,57 +1,46 @@
 """One trainable policy: Megatron model, optimiser and version; updates it from rows and answers for its log-probs.
 
-Every rank holds the same list of rows and works out the same plan, so ranks can't disagree about who trains what; each then
-packs its own data-parallel share. Every method is collective: all ranks call it with equal arguments, in the same order.
-Rewards, advantages and row weights are made above (drmas.core). Called by the controller.
+Every method is collective: all ranks of the policy call it with equal arguments, in the same order. Rewards, advantages and row
+weights are made above (drmas.core). Called by the controller.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from drmas.config.schema import LossConfig, PolicyConfig
-from drmas.core.batching import plan_microbatches
+from drmas.core.flops import token_cost, training_flops
 from drmas.errors import ConfigError, DataError
-from drmas.policy import checkpoint, export, host_platform, mcore_fixes
+from drmas.policy import checkpoint, export, host_platform, lora, mcore_fixes, peft
 from drmas.policy.architecture import read_architecture
 from drmas.policy.batch import PolicyBatch, UpdateResult, check_batch, check_rows
-from drmas.policy.convert import WeightSource, load_hf
-from drmas.policy.groups import Groups
+from drmas.policy.convert import WeightSource, entries, load_hf
+from drmas.policy.critic import Critic
+from drmas.policy.groups import PolicyGroups
 from drmas.policy.head import Head, TokenTargets
-from drmas.policy.model import build_model, transformer_config
+from drmas.policy.megatron_config import policy_stack, transformer_config
+from drmas.policy.model import PolicyModel, build_model
 from drmas.policy.optimizer import PolicyOptimizer
-from drmas.policy.packing import Packed, pack
+from drmas.policy.packing import Packed
+from drmas.policy.passes import EMPTY, Passes, Work
+from drmas.policy.reference import Reference
 from drmas.policy.rng import PolicyRng
+from drmas.policy.scorer import Scorer
+from drmas.telemetry.trace import span
 from drmas.types import Row
 from drmas_kernels.policy_loss import AgentMetrics, PolicyLossOptions
 
-_EMPTY = Row(
-    task="",
-    episode="",
-    agent="",
-    policy="",
-    turn=0,
-    prompt_ids=[0],
-    response_ids=[0],
-    logprobs=[0.0],
-    versions=[0],
-    reward=None,
-)
-"""Stands in where a rank has no rows for a microbatch that other ranks have; its weight is 0 (I4)."""
-
 
 class PolicyTrainer:
-    """A policy on all ranks of the world, tensor-parallel inside, data-parallel over the rest.
+    """A policy on the ranks of `layout`: tensor-, context- and pipeline-parallel inside, data-parallel over the rest.
 
-    Example: PolicyTrainer("main", config, model_path=folder, groups=Groups(), seed=0, total_steps=10, agents=["solver"],
-                           loss=LossConfig())
+    Example: PolicyTrainer("main", config, model_path=folder, layout=Groups().layout(), seed=0, total_steps=10,
+                           agents=["solver"], loss=LossConfig())
     """
 
     def __init__(
@@ -60,37 +49,61 @@ class PolicyTrainer:
         config: PolicyConfig,
         *,
         model_path: Path,
-        groups: Groups,
+        layout: PolicyGroups,
         seed: int,
         total_steps: int,
         agents: Sequence[str],
         loss: LossConfig,
+        reference: Reference | None = None,
+        critic: Critic | None = None,
     ) -> None:
         """Load `model_path` and, if the policy is trainable, make its optimiser for `total_steps` updates.
 
-        ModelError: the folder's model can't be trained here or doesn't fit the layout. ConfigError: the layout doesn't fit the
-        number of processes.
+        `reference` is what a KL term measures from; under `config.lora` the base stands for it. `critic` learns with every
+        update whose batch has returns. ModelError: the folder's model
+        can't be trained here or doesn't fit the layout. ConfigError: settings that don't fit each other or the model.
         """
         self.name, self.config, self.model_path, self.agents = name, config, Path(model_path), list(agents)
         self.version = 0
         mcore_fixes.apply()
         self.architecture = read_architecture(self.model_path)
-        self.architecture.check_tensor_parallel(config.tensor_parallel, policy=name)
-        self.groups = groups.layout(tp=config.tensor_parallel)
-        self.rng = PolicyRng(seed, tp_rank=self.groups.tp.rank())
+        self.architecture.check_layout(config, policy=name)
+        self.groups = layout
+        self.stack = policy_stack(name, config, replicas=layout.dp_cp.size())
+        self.rng = PolicyRng(seed, tp_rank=layout.tp.rank())
+        loss = loss.model_copy(update=config.loss.model_dump(exclude_none=True))
+        self._reference, self.critic = reference, critic
         self._options = PolicyLossOptions(
-            clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip, entropy_bonus=loss.entropy_bonus
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            dual_clip=loss.dual_clip,
+            entropy_bonus=loss.entropy_bonus,
+            kl=loss.kl,
+            kl_coefficient=loss.kl_coefficient if loss.kl else 0.0,
         )
         with self.active():
-            megatron_config = transformer_config(self.architecture, config, tp=config.tensor_parallel)
-            self.model = build_model(self.architecture, megatron_config, self.groups)
-            load_hf(self.model, self.architecture, self.model_path, tp_group=self.groups.tp)
+            self.model = self._load_model(seed)
             self.optimizer = None
             if config.trainable:
-                self.optimizer = PolicyOptimizer(name, self.model, config, self.groups, total_steps=total_steps)
-            else:
-                self.model.requires_grad_(False)
-        self._head = Head(self.model, self.architecture, self.groups)
+                overlap = self.stack.overlap
+                self.optimizer = PolicyOptimizer(name, self.model, config, layout, total_steps=total_steps, overlap=overlap)
+        self._passes = Passes(self.model, layout, config, self.stack, token_cost(self.architecture.shape))
+        self._head = Head(self.model, self.architecture, layout)
+        self._scorer = Scorer(self._passes, self._head)
+
+    def _load_model(self, seed: int) -> PolicyModel:
+        """The model with its weights, and `requires_grad` where it is trained."""
+        settings = transformer_config(self.architecture, self.config, self.groups, self.stack)
+        model = build_model(self.architecture, settings, self.groups, self.stack)
+        load_hf(model, self.architecture, self.model_path, groups=self.groups)
+        if not self.config.trainable:
+            model.requires_grad_(False)
+        elif self.config.lora is not None:
+            lora.add_adapters(model, self.config.lora, self.groups, seed=seed)
+            lora.share_base(model, key=(self.model_path, self.config.dtype, self.groups.ranks, *self.groups.sizes().items()))
+        else:
+            freeze(model, self.config.freeze, WeightSource(model, self.architecture, self.groups), policy=self.name)
+        return model
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -111,57 +124,132 @@ class PolicyTrainer:
         check_batch(batch, policy=self.name, version=self.version, agents=self.agents, vocab=vocab)
         included = batch.included()
         if not included:
-            idle = {"loss": 0.0, "grad_norm": 0.0, "lr": self.optimizer.lr, "tokens": 0.0, "skipped": 1.0}
-            return UpdateResult(idle)
-
-        def after(hidden: torch.Tensor, packed: Packed, share: list[int]) -> tuple[torch.Tensor, torch.Tensor, AgentMetrics]:
-            if on_rows is not None:
-                on_rows(len(share))
-            return self._loss(batch, hidden, packed, share)
-
+            return UpdateResult.idle(self.optimizer.lr)
+        reference = self._reference_logprobs([batch.rows[i] for i in included], [batch.temperatures[i] for i in included])
+        baseline = dict(zip(included, reference or [], strict=False))
         with self.active():
             self.optimizer.zero_grad()
-            pieces = self._run(self.optimizer.ddp, batch.rows, included, after)
-            outcome = self.optimizer.step()
+            metrics, work, squared = self._accumulate(batch, included, baseline, on_rows)
+            with span("optimiser"):
+                flags = self.optimizer.step()
+                # The device is read from here on, once everything is under way.
+                outcome = self.optimizer.record(float(flags.norm), bool(flags.applied))
         self.version += int(outcome.applied)
-        metrics = AgentMetrics.zeros(len(self.agents), host_platform.device())
-        for piece in pieces:
-            metrics = metrics.merge(piece)
-        metrics = metrics.all_reduce(self.groups.dp)
+        agents = metrics.per_token(self.agents)
+        if len(agents) == 1:
+            squared = dict.fromkeys(agents, outcome.grad_norm**2)
+        for name, square in squared.items():
+            agents[name]["grad_norm"] = float(square) ** 0.5
         return UpdateResult(
             metrics={
                 "loss": float(metrics.loss.sum()),
                 "grad_norm": outcome.grad_norm,
                 "lr": outcome.lr,
                 "tokens": float(sum(batch.rows[i].num_tokens for i in included)),
+                **self._work_metrics(work),
                 "skipped": float(not outcome.applied),
+                **self._teach(batch),
             },
-            agents=metrics.per_token(self.agents),
+            agents=agents,
         )
 
+    def _teach(self, batch: PolicyBatch) -> dict[str, float]:
+        """The critic's own update; nothing without one."""
+        if self.critic is None or batch.returns is None:
+            return {}
+        learnt = self.critic.update(batch.rows, batch.returns, batch.values, batch.token_weights)
+        return {f"critic_{name}": value for name, value in learnt.items()}
+
+    def values(self, rows: Sequence[Row]) -> list[list[float]]:
+        """What the critic says of each response token of every row; 0 without one. The same on every rank."""
+        if self.critic is None:
+            return [[0.0] * len(row.response_ids) for row in rows]
+        return self.critic.values(rows)
+
+    def _accumulate(
+        self,
+        batch: PolicyBatch,
+        included: Sequence[int],
+        reference: Mapping[int, Sequence[float]],
+        on_rows: Callable[[int], None] | None,
+    ) -> tuple[AgentMetrics, torch.Tensor, dict[str, torch.Tensor]]:
+        """The batch's gradient, ready for the optimiser; metrics, the work of all ranks, and squared gradient norms per agent.
+
+        Where norms are measured per agent, the agents' rows run one agent after the other and each gradient is set aside:
+        exact, and every row still runs once.
+        """
+        agents = dict.fromkeys(batch.rows[i].agent for i in included)
+        every = self.config.agent_grad_norm_every
+        apart = len(agents) > 1 and every > 0 and self.version % every == 0
+        parts = {name: [i for i in included if batch.rows[i].agent == name] for name in agents} if apart else {"": included}
+        metrics, work, squared = AgentMetrics.zeros(len(self.agents), host_platform.device()), Work(), {}
+
+        def loss(hidden: torch.Tensor, packed: Packed, share: list[int]) -> tuple[torch.Tensor, AgentMetrics]:
+            return self._loss(batch, reference, hidden, packed, share)
+
+        for name, part in parts.items():
+            for piece in self._passes.backward(self.optimizer.ddp, batch.rows, part, loss, on_rows):
+                metrics = metrics.merge(piece)
+            work += self._passes.work
+            if apart:
+                squared[name] = self.optimizer.set_aside()
+        for group in (self.groups.dp_cp, self.groups.pp):  # stages before the last have nothing, which changes nothing
+            metrics = metrics.all_reduce(group) if group.size() > 1 else metrics
+        return metrics, work.total(self.groups), squared
+
+    def _work_metrics(self, counts: torch.Tensor) -> dict[str, float]:
+        """Of the counts that `Work.total` gave."""
+        tokens, saved, pairs, responses = counts.tolist()
+        flops = training_flops(self.architecture.shape, tokens=tokens, pairs=pairs, responses=responses, config=self.config)
+        return {"computed_tokens": float(tokens), "tokens_saved": float(saved), "flops": float(flops)}
+
     def _loss(
-        self, batch: PolicyBatch, hidden: torch.Tensor, packed: Packed, share: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor, AgentMetrics]:
-        """Megatron's loss triple for the rows `share` of the batch: loss, a token count that divides nothing, metrics."""
-        device = host_platform.device()
-        rows = [batch.rows[i] for i in share]
-        old = None if batch.on_policy else [value for row in rows for value in row.logprobs]
+        self,
+        batch: PolicyBatch,
+        reference: Mapping[int, Sequence[float]],
+        hidden: torch.Tensor,
+        packed: Packed,
+        share: list[int],
+    ) -> tuple[torch.Tensor, AgentMetrics]:
+        """This microbatch's part of the loss, and its metrics, for the rows `share` of the batch."""
+        device = packed.target.device
+        rows = [batch.rows[i] for i in share] or [EMPTY]
+        starts = torch.tensor([len(row.response_ids) for row in rows]).cumsum(0)
+        starts = (starts - torch.tensor([len(row.response_ids) for row in rows])).to(device)
+        place = starts[packed.row] + packed.token
+
+        def of_rows(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)[packed.row]
+
+        def of_tokens(values: list[Sequence[float]]) -> torch.Tensor:
+            flat = [value for each in values for value in each]
+            return torch.tensor(flat or [0.0], dtype=torch.float32, device=device)[place]
+
         advantages = [batch.advantages[i] for i in share] or [0.0]
-        weights = [batch.token_weights[i] for i in share] or [0.0]
-        agents = [self.agents.index(row.agent) for row in rows] or [0]
-        if old is not None:
-            old = torch.tensor(old or _EMPTY.logprobs, dtype=torch.float32, device=device)
+        if any(isinstance(advantage, Sequence) for advantage in advantages):
+            advantage = of_tokens(advantages)
+        else:
+            advantage = of_rows(advantages, torch.float32)
         targets = TokenTargets(
-            old_logprob=old,
-            token_weight=torch.tensor(weights, dtype=torch.float32, device=device)[packed.row],
-            advantage=torch.tensor(advantages, dtype=torch.float32, device=device),
-            agent=torch.tensor(agents, dtype=torch.int64, device=device),
+            token_weight=of_rows([batch.token_weights[i] for i in share] or [0.0], torch.float32),
+            advantage=advantage,
+            agent=of_rows([self.agents.index(row.agent) for row in rows] if share else [0], torch.int64),
+            old_logprob=None if batch.on_policy else of_tokens([row.logprobs for row in rows]),
+            ref_logprob=of_tokens([reference[i] for i in share] or [EMPTY.logprobs]) if reference else None,
         )
         temperatures = [batch.temperatures[i] for i in share] or [1.0]
         result = self._head.loss(hidden, packed, targets, temperatures, num_agents=len(self.agents), options=self._options)
-        return result.loss, torch.zeros((), dtype=torch.int32, device=device), result.metrics
+        return result.loss, result.metrics
 
-    @torch.no_grad()
+    def _reference_logprobs(self, rows: Sequence[Row], temperatures: Sequence[float]) -> list[list[float]] | None:
+        """What a KL term measures from; None without one."""
+        if self._options.kl is None:
+            return None
+        if self.config.lora is None:
+            return self._reference.logprobs(rows, temperatures)
+        with self.active(), lora.without_adapters(self.model):
+            return self._scorer.logprobs(rows, temperatures)
+
     def logprobs(self, rows: Sequence[Row], temperatures: Sequence[float]) -> list[list[float]]:
         """The log-prob of every response token of every row, in order, at the rows' temperatures; the same on every rank."""
         check_rows(rows, policy=self.name, vocab=self.architecture.vocab)
@@ -169,64 +257,23 @@ class PolicyTrainer:
             raise DataError(
                 f"policy {self.name!r}: {len(temperatures)} temperatures for {len(rows)} rows; expected one per row"
             )
-        if not rows:
-            return []
-        ends = torch.tensor([len(row.response_ids) for row in rows]).cumsum(0).tolist()
-        starts = [0, *ends[:-1]]
-        device = host_platform.device()
-        found = torch.zeros(ends[-1], dtype=torch.float32, device=device)
-
-        def collect(hidden: torch.Tensor, packed: Packed, share: list[int]) -> None:
-            values = self._head.logprobs(hidden, packed, [temperatures[i] for i in share] or [1.0])
-            if share:
-                places = torch.cat([torch.arange(starts[i], ends[i], device=device) for i in share])
-                found[places] = values
-
         with self.active():
-            self._run(self.model, rows, range(len(rows)), collect)
-            dist.all_reduce(found, group=self.groups.dp)
-        values = found.tolist()
-        return [values[start:end] for start, end in zip(starts, ends, strict=True)]
-
-    def _run(
-        self,
-        model: torch.nn.Module,
-        rows: Sequence[Row],
-        chosen: Sequence[int],
-        after: Callable[[torch.Tensor, Packed, list[int]], Any],
-    ) -> list[Any]:
-        """Send this rank's share of the `chosen` rows through the model; with `_loss` as `after`, gradients too.
-
-        `after(hidden, packed, share)` runs once per microbatch; what it returns (its last part, for a loss) is listed.
-        """
-        lengths = [rows[i].num_tokens for i in chosen]
-        plan = plan_microbatches(lengths, budget=self.config.tokens_per_microbatch, num_ranks=self.groups.dp.size())
-        shares = [[chosen[j] for j in microbatch] for microbatch in plan[self.groups.dp.rank()]]
-        multiple = self.groups.tp.size() if self.model.config.sequence_parallel else 1
-
-        def forward(iterator: Iterator[list[int]], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-            share = next(iterator)
-            packed = pack([rows[i] for i in share] or [_EMPTY], multiple=multiple, device=host_platform.device())
-            hidden = model(
-                input_ids=packed.ids, position_ids=packed.positions, attention_mask=None, packed_seq_params=packed.params
-            )
-            return hidden, lambda hidden, non_loss_data=False: after(hidden, packed, share)
-
-        return get_forward_backward_func(self.groups.pp.size(), None)(
-            forward_step_func=forward,
-            data_iterator=iter(shares),
-            model=[model],
-            num_microbatches=len(shares),
-            seq_length=self.config.tokens_per_microbatch,
-            micro_batch_size=1,
-            forward_only=not torch.is_grad_enabled(),
-            collect_non_loss_data=not torch.is_grad_enabled(),
-            pg_collection=self.groups.collection,
-        )
+            return self._scorer.logprobs(rows, temperatures)
 
     def weight_source(self) -> WeightSource:
-        """The current weights under Hugging Face names; iterate it on all ranks."""
-        return WeightSource(self.model, self.architecture, self.groups.tp)
+        """The current weights under Hugging Face names, adapters merged; iterate it on all ranks."""
+        return WeightSource(self.model, self.architecture, self.groups, values=lora.merged(self.model), before=self._settled)
+
+    def sync_source(self) -> WeightSource:
+        """What the policy's engine gets after an update: the weights, or the adapters alone where `lora.sync` says so."""
+        if not self.config.syncs_adapters:
+            return self.weight_source()
+        return peft.adapter_source(self.model, self.architecture, self.groups, self.config.lora, before=self._settled)
+
+    def _settled(self) -> None:
+        """With overlapped communication the weights of the last step arrive during the next pass, or here."""
+        if self.optimizer is not None:
+            self.optimizer.settle()
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint that a killed process leaves whole or not at all; replaces an older one of that name."""
@@ -240,4 +287,28 @@ class PolicyTrainer:
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder that transformers and vLLM open; a killed process leaves it whole or not at all."""
-        export.write_hf_folder(self.weight_source(), model_path=self.model_path, folder=Path(folder))
+        with self.active():
+            export.write_hf_folder(self.weight_source(), model_path=self.model_path, folder=Path(folder))
+
+
+def freeze(model: PolicyModel, patterns: Sequence[str], source: WeightSource, *, policy: str) -> None:
+    """No gradient for the parameters whose Hugging Face names match. ConfigError: a pattern that matches nothing, a part of
+    a parameter (query, key and value are one, gate and up are one), or all there is."""
+    if not patterns:
+        return
+    names = [name for name, *_ in source.metadata()]
+    key = f"policies.{policy}.freeze"
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"{key} has {pattern!r}, which matches no tensor; names are like {names[0]!r} and {names[-1]!r}")
+    if all(any(fnmatchcase(name, pattern) for pattern in patterns) for name in names):
+        raise ConfigError(f"{key} matches every tensor; set policies.{policy}.trainable to false instead")
+    for entry in entries(model, source.architecture):
+        frozen = [any(fnmatchcase(name, pattern) for pattern in patterns) for name, _ in entry.tensors]
+        if any(frozen) != all(frozen):
+            parts = ", ".join(name for name, _ in entry.tensors)
+            raise ConfigError(f"{key} matches a part of {parts}, which are one parameter; match all of them or none")
+        if all(frozen):
+            entry.parameter.requires_grad_(False)
+    if model.pre_process and not model.embedding.word_embeddings.weight.requires_grad:
+        model.embedding.register_forward_hook(lora.ask_for_gradient)

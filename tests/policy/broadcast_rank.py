@@ -1,11 +1,14 @@
-"""One rank of test_broadcast: says what it heard."""
+"""One rank of test_broadcast: says what it heard. With `alone`, rank 1 has an error while rank 0 is busy elsewhere."""
 
 import json
 import sys
+import time
+from datetime import timedelta
 
 import torch.distributed as dist
 
-from drmas.errors import DataError, DrmasError
+from drmas.errors import ConfigError, DataError, DrmasError
+from drmas.policy import broadcast
 from drmas.policy.broadcast import Broadcast
 from drmas.policy.groups import destroy, init_distributed
 
@@ -20,9 +23,45 @@ def rank_zero(value):
     return action
 
 
+def on_rank(values):
+    """Each rank's own result, or error."""
+
+    def action():
+        value = values[dist.get_rank()]
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    return action
+
+
+def heard_by_gather(share, *values):
+    try:
+        return share.gather(on_rank(values))
+    except (DrmasError, KeyError) as error:
+        return [type(error).__name__, str(error)]
+
+
+def alone(share) -> None:
+    """Rank 1 leaves with its error, since nobody hears it; rank 0 then finds it gone."""
+    broadcast._GRACE = timedelta(seconds=1)
+    started = time.monotonic()
+    try:
+        if dist.get_rank() == 0:
+            time.sleep(4)
+        share.gather(on_rank((0, DataError("nobody hears it"))))
+    except DrmasError as error:
+        said = {"rank": dist.get_rank(), "heard": str(error), "seconds": time.monotonic() - started}
+        sys.stdout.write(json.dumps(said) + "\n")
+    destroy()
+
+
 def main() -> None:
     init_distributed()
     share, heard = Broadcast(), []
+    if sys.argv[1:] == ["alone"]:
+        alone(share)
+        return
     heard.append(share(rank_zero({"rows": [1, "é"], "none": None})))
     for error in (DataError("bad.jsonl:2"), KeyError("a fault of ours")):
         try:
@@ -32,6 +71,12 @@ def main() -> None:
         except KeyError:
             heard.append(["KeyError", ""])
     heard.append(share(rank_zero(7)))
+    heard.append(heard_by_gather(share, {"name": "é" * 300}, [1.5, float("inf")]))
+    heard.append(heard_by_gather(share, 1, DataError("row 3")))
+    heard.append(heard_by_gather(share, DataError("row 3"), DataError("row 3")))
+    heard.append(heard_by_gather(share, ConfigError("a key"), DataError("row 3")))
+    heard.append(heard_by_gather(share, 1, KeyError("a fault of ours")))
+    heard.append(heard_by_gather(share, 1, 2))
     sys.stdout.write(json.dumps({"rank": dist.get_rank(), "heard": heard}) + "\n")
     destroy()
 

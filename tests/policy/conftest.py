@@ -23,7 +23,7 @@ from drmas.config.schema import LossConfig, PolicyConfig
 from drmas.policy import host_platform
 from drmas.policy.batch import PolicyBatch
 from drmas.policy.convert import WeightSource
-from drmas.policy.groups import Groups, destroy, init_distributed
+from drmas.policy.groups import Groups, PolicyGroups, destroy, init_distributed
 from drmas.policy.packing import pack
 from drmas.policy.trainer import PolicyTrainer
 from drmas.types import Row
@@ -39,9 +39,18 @@ LAYOUTS = {
     "tp2": {"tensor_parallel": 2},
     "tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True},
     "dp2": {"tensor_parallel": 1},
+    "pp2": {"pipeline_parallel": 2},
+    "cp2": {"context_parallel": 2},
 }
-TP2_DP2 = {"tensor_parallel": 2, "sequence_parallel": True}
-"""On four ranks, hence two replicas."""
+"""On two ranks."""
+PRODUCTS = {
+    "tp2-sp x dp2": {"tensor_parallel": 2, "sequence_parallel": True},
+    "tp2-sp x pp2": {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2},
+    "pp2 x dp2": {"pipeline_parallel": 2},
+    "tp2-sp x cp2": {"tensor_parallel": 2, "sequence_parallel": True, "context_parallel": 2},
+    "cp2 x pp2": {"context_parallel": 2, "pipeline_parallel": 2},
+}
+"""On four ranks; what is left is data-parallel."""
 LOSSES = {
     "default": LossConfig(),
     "asymmetric, no dual clip, entropy": LossConfig(clip_low=0.1, clip_high=0.45, dual_clip=None, entropy_bonus=0.02),
@@ -128,14 +137,22 @@ def off_policy_batch(batch: PolicyBatch, logprobs: list[list[float]], *, seed: i
 
 
 def make_trainer(folder: Path, groups: Groups, **changes: Any) -> PolicyTrainer:
-    """A trainer for `folder`; `changes` go into its PolicyConfig, `total_steps`, `seed` and `loss` into its arguments.
+    """A trainer for `folder`; `changes` go into its PolicyConfig, `total_steps`, `seed`, `loss` and `reference` into its
+    arguments; `overrides` are what the policy changes of the loss.
 
     Adam's eps is 1e-4: at 1e-8 it amplifies the rounding of gradients that are zero but for it, in every implementation alike.
     """
-    defaults = {"total_steps": 10, "seed": 3, "name": "main", "loss": LossConfig()}
+    defaults = {"total_steps": 10, "seed": 3, "name": "main", "loss": LossConfig(), "reference": None}
     arguments = {name: changes.pop(name, default) for name, default in defaults.items()}
+    if overrides := changes.pop("overrides", None):
+        changes["loss"] = overrides
     config = PolicyConfig(**({"model": str(folder), "lr": 1e-3, "adam_eps": 1e-4, "clip_grad_norm": 0.1} | changes))
-    return PolicyTrainer(config=config, model_path=folder, groups=groups, agents=AGENTS, **arguments)
+    return PolicyTrainer(config=config, model_path=folder, layout=layout_of(config, groups), agents=AGENTS, **arguments)
+
+
+def layout_of(config: PolicyConfig, groups: Groups) -> PolicyGroups:
+    """`config`'s layout on all ranks."""
+    return groups.layout(tp=config.tensor_parallel, pp=config.pipeline_parallel, cp=config.context_parallel)
 
 
 def whole_logits(trainer: PolicyTrainer, rows: list[Row]) -> torch.Tensor:
@@ -170,7 +187,7 @@ def weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
 
 def gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     """The last update's gradient under Hugging Face names; clipped in place if it was clipped."""
-    source = WeightSource(trainer.model, trainer.architecture, trainer.groups.tp, values=lambda parameter: parameter.main_grad)
+    source = WeightSource(trainer.model, trainer.architecture, trainer.groups, values=lambda parameter: parameter.main_grad)
     return {name: tensor.clone() for name, tensor in source}
 
 

@@ -29,7 +29,7 @@ from conftest import (
 
 from drmas.errors import ConfigError
 from drmas.policy import host_platform
-from drmas.policy.groups import Groups, destroy, init_distributed, on_rank_zero
+from drmas.policy.groups import Groups, destroy, init_distributed
 
 
 def same_on_every_rank(value: Any) -> bool:
@@ -48,13 +48,13 @@ def logits(models: Path, groups: Groups) -> dict[str, torch.Tensor]:
 
 
 def updates(models: Path, groups: Groups) -> dict[str, Any]:
-    """Two updates per model and layout, in small microbatches, without clipping; the first one's gradient where it is whole."""
+    """Two updates per model and layout, in small microbatches, unclipped; the first gradient, where it is whole."""
     found = {}
     for name in ("qwen3-tied", "qwen2-untied", "llama-untied", ONE_KV_HEAD):
         for layout, settings in LAYOUTS.items():
             trainer = make_trainer(models / name, groups, clip_grad_norm=1e9, tokens_per_microbatch=24, **settings)
             first = run_updates(trainer, 1)
-            gradient = gradients(trainer) if layout != "dp2" else None
+            gradient = gradients(trainer) if layout in ("tp2", "tp2-sp", "pp2") else None
             reports = first + run_updates(trainer, 1, first=1)
             found[f"{name}/{layout}"] = {
                 "reports": reports,
@@ -150,12 +150,12 @@ def refused_layout(models: Path, groups: Groups) -> str:
     return ""
 
 
-def shared_error() -> str:
+def shared_error(groups: Groups) -> str:
     def fail() -> None:
         raise OSError("no space left")
 
     try:
-        on_rank_zero(fail)
+        groups.layout().on_leader(fail)
     except OSError as error:
         return str(error)
     return ""
@@ -176,7 +176,7 @@ def main(models: Path, shared: Path) -> None:
         "two policies": two_policies(models, groups),
         "refused": refused_layout(models, groups),
     }
-    error = shared_error()
+    error = shared_error(groups)
     found["shared error"] = error if same_on_every_rank(error) else "differs"
     make_trainer(models / "qwen3-tied", groups, **LAYOUTS["tp2"]).export(shared / "exported-by-tp2")
     if dist.get_rank() == 0:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from drmas.config.schema import PolicyConfig
 from drmas.errors import ConfigError, ModelError
 from drmas.policy.architecture import read_architecture
 
@@ -40,46 +41,66 @@ def test_a_folder_without_a_config_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tp", "message"),
+    ("changes", "layout", "message"),
     [
-        (3, r"policies.main.tensor_parallel is 3; it must divide the model's 4 attention heads"),
-        (8, r"policies.main.tensor_parallel is 8; it must divide the model's 4 attention heads"),
-    ],
-)
-def test_tensor_parallel_that_does_not_divide_the_heads_is_refused(kit, world, models, tp, message):
-    with pytest.raises(ModelError, match=message):
-        kit.make_trainer(models / "qwen3-tied", world, tensor_parallel=tp)
-
-
-@pytest.mark.parametrize(
-    ("changes", "tp", "message"),
-    [
-        ({"ffn": 66}, 4, r"policies.main.tensor_parallel is 4; it must divide the model's 66 feed-forward units"),
+        ({}, {"tensor_parallel": 3}, r"policies.main.tensor_parallel is 3; it must divide the model's 4 attention heads"),
+        ({}, {"tensor_parallel": 8}, r"policies.main.tensor_parallel is 8; it must divide the model's 4 attention heads"),
+        (
+            {"ffn": 66},
+            {"tensor_parallel": 4},
+            r"policies.main.tensor_parallel is 4; it must divide the model's 66 feed-forward units",
+        ),
         (
             {"heads": 6, "kv_heads": 3, "ffn": 66},
-            2,
+            {"tensor_parallel": 2},
             r"tensor_parallel is 2; it must divide the model's 3 key-value heads or be",
         ),
         (
             {"heads": 8, "kv_heads": 1, "head_dim": 6},
-            8,
+            {"tensor_parallel": 8},
             r"is 8; it must divide the 60 rows of the model's query, key and value weights, \(8 \+ 2 x 1\) heads x 6",
         ),
-        ({"vocab": 5}, 4, r"tensor_parallel is 4; with 2 of the model's 5 vocabulary rows per rank the last rank has none"),
+        (
+            {"vocab": 5},
+            {"tensor_parallel": 4},
+            r"tensor_parallel is 4; with 2 of the model's 5 vocabulary rows per rank the last rank has none",
+        ),
+        ({}, {"pipeline_parallel": 4}, r"policies.main.pipeline_parallel is 4; it must divide the model's 2 layers"),
+        (
+            {"layers": 30},
+            {"pipeline_parallel": 4},
+            r"policies.main.pipeline_parallel is 4; it must divide the model's 30 layers",
+        ),
+        (
+            {"ffn": 72},
+            {"fp8": "hybrid"},
+            r"policies.main.fp8 is 'hybrid'; a rank has 72 feed-forward units, and fp8 takes multiples of 16",
+        ),
+        (
+            {"ffn": 96},
+            {"fp8": "e4m3", "tensor_parallel": 4},
+            r"policies.main.fp8 is 'e4m3'; a rank has 24 feed-forward units",
+        ),
     ],
 )
-def test_sizes_that_the_ranks_cannot_share_are_refused(models, changes, tp, message):
+def test_a_layout_that_the_model_does_not_divide_into_is_refused(models, changes, layout, message):
     architecture = replace(read_architecture(models / "qwen3-tied"), **changes)
     with pytest.raises(ModelError, match=message):
-        architecture.check_tensor_parallel(tp, policy="main")
-    architecture.check_tensor_parallel(1, policy="main")
+        architecture.check_layout(PolicyConfig(model="", **layout), policy="main")
+    architecture.check_layout(PolicyConfig(model=""), policy="main")
 
 
-def test_tensor_parallel_beyond_the_processes_is_refused(kit, world, models, two_ranks):
-    message = r"tensor x pipeline x context parallel is 2 x 1 x 1; it must divide the 1 trainer processes"
+def test_a_layout_that_it_divides_into_is_not(models):
+    architecture = read_architecture(models / "qwen3-tied")
+    whole = {"tensor_parallel": 2, "pipeline_parallel": 2, "context_parallel": 4, "fp8": "hybrid"}
+    architecture.check_layout(PolicyConfig(model="", **whole), policy="main")
+
+
+def test_a_layout_beyond_the_processes_is_refused(world, two_ranks):
+    message = r"tensor x pipeline x context parallel is 2 x 1 x 1; their product must divide the 1 trainer processes"
     with pytest.raises(ConfigError, match=message):
-        kit.make_trainer(models / "qwen3-tied", world, tensor_parallel=2)
-    assert "is 4 x 1 x 1; it must divide the 2 trainer processes" in two_ranks["refused"]
+        world.layout(tp=2)
+    assert "is 4 x 1 x 1; their product must divide the 2 trainer processes" in two_ranks["refused"]
 
 
 def test_vocabulary_is_padded_to_the_tensor_parallel_size(models):

@@ -2,27 +2,69 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
+from safetensors.torch import save_file
 
 from drmas.errors import CheckpointError
-from drmas.policy import folders, optimizer
+from drmas.policy import checkpoint, checkpoint_writer, folders
 
 LAYOUTS = ("tp2", "tp2-sp", "dp2")
+MOVED = {"qwen3-tied": {}, "qwen2-untied": {"dtype": "bfloat16"}}
+CASES = ("tp2", "pp2", "dp2", "cp2", "last rank", "dp4", "dp4, overlapped", "tp2 pp2", "pp2 dp2", "tp2 dp2")
+"""Layouts of checkpoint_ranks.py."""
 
 
-def moments(trainer):
-    """Adam's first and second moments in one vector each, in the order of the buffers."""
-    (sharded,) = trainer.optimizer.megatron.chained_optimizers
-    states = sharded.optimizer.state.values()
-    return [torch.cat([state[key].flatten() for state in states]) for key in ("exp_avg", "exp_avg_sq")]
+def optimizer_tensors(trainer):
+    """Adam's moments and the fp32 parameters in one vector each, in the order of the buffers, and the number of steps."""
+    sharded = trainer.optimizer.megatron
+    states = [sharded._get_main_param_and_optimizer_states(parameter) for parameter in trainer.model.parameters()]
+    vectors = [torch.cat([state[key].flatten() for state in states]) for key in ("param", "exp_avg", "exp_avg_sq")]
+    return [*vectors, sharded.steps_taken.clone()]
+
+
+def scramble(trainer):
+    """Other weights and moments without an update, of a policy that has seen seven of them."""
+    generator = torch.Generator().manual_seed(11)
+    sharded = trainer.optimizer.megatron
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            tensors = sharded._get_main_param_and_optimizer_states(parameter)
+            for tensor in tensors.values():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            parameter.copy_(tensors["param"].view(parameter.shape))
+    sharded.steps_taken.fill_(7)
+    trainer.optimizer.steps = trainer.version = 7
+
+
+def of_the_policy(report):
+    """The metrics of an update that don't depend on the layout, as those of padding do."""
+    return {key: report["metrics"][key] for key in ("loss", "grad_norm", "lr", "tokens", "skipped")}
+
+
+@pytest.fixture(scope="module")
+def moved(kit, world, models, tmp_path_factory):
+    """What four ranks made of checkpoints of one: (each rank's findings, the folder, the one-rank policies by model)."""
+    shared = tmp_path_factory.mktemp("moved")
+    owners = {}
+    for name, settings in MOVED.items():
+        owners[name] = kit.make_trainer(models / name, world, **settings)
+        scramble(owners[name])
+        owners[name].save(shared / f"{name} by one")
+        save_file(kit.weights(owners[name]), shared / f"{name} by one.safetensors")
+    updated = kit.make_trainer(models / "qwen3-tied", world)
+    kit.run_updates(updated, 1)
+    updated.save(shared / "updated by one")
+    return kit.launch("checkpoint_ranks.py", 4, models, shared), shared, owners
 
 
 @pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"lr_schedule": "cosine", "lr_warmup_steps": 2}], ids=str)
@@ -37,7 +79,7 @@ def test_I9_a_resumed_run_repeats_the_uninterrupted_one_bitwise(kit, trainer_of,
     assert second.version == 2
     assert kit.run_updates(second, 3, first=2) == expected[2:]
     assert kit.largest_difference(kit.weights(second), kit.weights(straight)) == 0.0
-    assert all(torch.equal(*pair) for pair in zip(moments(second), moments(straight), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(optimizer_tensors(second), optimizer_tensors(straight), strict=True))
     assert torch.equal(second.rng.state["cpu"], straight.rng.state["cpu"])
 
 
@@ -72,7 +114,7 @@ def test_a_checkpoint_of_one_rank_continues_on_two(kit, trainer_of, two_ranks, l
     expected = kit.run_updates(straight, 2)[1]
     found = two_ranks["checkpoints"][f"one to {layout}"]
     assert found["version"] == 1
-    assert found["reports"][0]["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+    assert of_the_policy(found["reports"][0]) == pytest.approx(of_the_policy(expected), rel=1e-5)
     assert kit.largest_difference(found["weights"], kit.weights(straight)) < 1e-6
 
 
@@ -81,7 +123,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(kit, trainer_of, two_ranks, 
     straight, resumed = trainer_of("qwen3-tied"), trainer_of("qwen3-tied")
     expected = kit.run_updates(straight, 2)[1]
     resumed.load(two_ranks["shared"] / name)
-    assert kit.run_updates(resumed, 1, first=1)[0]["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+    assert of_the_policy(kit.run_updates(resumed, 1, first=1)[0]) == pytest.approx(of_the_policy(expected), rel=1e-5)
     assert kit.largest_difference(kit.weights(resumed), kit.weights(straight)) < 1e-6
 
 
@@ -98,19 +140,77 @@ def test_the_schedule_after_resuming_is_the_configuration_s(kit, trainer_of, tmp
     assert kit.run_updates(slower, 1, first=1)[0]["metrics"]["lr"] == 1e-4
 
 
-def test_optimizer_state_survives_padded_buckets(kit, trainer_of, tmp_path, monkeypatch):
-    """Several buckets, none of whose sizes fits the padding: what megatron-core 0.16.1 saves wrong by itself."""
-    buckets = functools.partial(DistributedDataParallelConfig, overlap_grad_reduce=True, bucket_size=3000)
-    monkeypatch.setattr(optimizer, "DistributedDataParallelConfig", buckets)
-    trainer = trainer_of("qwen3-tied")
-    kit.run_updates(trainer, 2)
-    (buffer,) = trainer.optimizer.ddp.buffers
-    assert sum(bucket.grad_data.numel() > bucket.numel_unpadded for bucket in buffer.buckets) > 3
-    trainer.save(tmp_path / "padded")
-    resumed = trainer_of("qwen3-tied")
-    resumed.load(tmp_path / "padded")
-    assert all(torch.equal(*pair) for pair in zip(moments(resumed), moments(trainer), strict=True))
-    assert kit.largest_difference(kit.weights(resumed), kit.weights(trainer)) == 0.0
+@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("case", CASES)
+def test_what_another_layout_loads_and_saves_is_bit_by_bit_the_same(kit, world, models, moved, name, case):
+    """Weights, moments, fp32 parameters, steps and version; on some ranks of the job, too, and behind padded buckets."""
+    ranks, shared, owners = moved
+    findings = [found["moved"][f"{name} {case}"] for found in ranks if f"{name} {case}" in found["moved"]]
+    assert findings
+    assert findings == [(7, 0.0, True)] * len(findings)
+    back = kit.make_trainer(models / name, world, **MOVED[name])
+    back.load(shared / f"{name} through {case}")
+    assert (back.version, back.optimizer.steps) == (7, 7)
+    assert kit.largest_difference(kit.weights(back), kit.weights(owners[name])) == 0.0
+    assert all(torch.equal(*pair) for pair in zip(optimizer_tensors(back), optimizer_tensors(owners[name]), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES[5:])
+def test_I9_a_layout_of_four_ranks_goes_on_from_one_and_resumes_bitwise(kit, trainer_of, moved, case):
+    straight = trainer_of("qwen3-tied")
+    expected = kit.run_updates(straight, 2)[1]
+    for found in (each["resumed"][case] for each in moved[0]):
+        assert found["version"] == 1
+        assert found["bitwise"]
+        assert of_the_policy(found["report"]) == pytest.approx(of_the_policy(expected), rel=1e-5)
+        assert kit.largest_difference(found["weights"], kit.weights(straight)) < 1e-6
+
+
+def test_a_full_disk_of_any_rank_is_told_to_all_and_costs_nothing(moved):
+    ranks, _, _ = moved
+    found = ranks[1]["full"]
+    assert found == ranks[3]["full"]
+    for asynchronous in (False, True):
+        assert "rank 1 of the policy: [Errno 28] No space left" in found[f"tensors, asynchronous {asynchronous}"]
+        assert "full can't be saved: [Errno 28] No space left" in found[f"list, asynchronous {asynchronous}"]
+        assert "bytes are free there" in found[f"list, asynchronous {asynchronous}"]
+    assert found["left"] == ["full"]
+    assert found["kept"]
+
+
+def test_a_pipeline_refuses_a_checkpoint_without_its_last_stage(moved):
+    ranks, _, _ = moved
+    assert ranks[2]["damaged"] == ranks[3]["damaged"]
+    assert "has no __1_0.distcp; it is incomplete" in ranks[2]["damaged"]
+
+
+def test_an_asynchronous_save_keeps_the_moment_it_was_asked_for(kit, trainer_of, tmp_path, monkeypatch):
+    """The thread is held up until training has gone on."""
+    straight, saved = trainer_of("qwen3-tied"), trainer_of("qwen3-tied")
+    for trainer in (straight, saved):
+        kit.run_updates(trainer, 1)
+    before, kept = optimizer_tensors(saved), kit.weights(saved)
+    go, write = threading.Event(), checkpoint_writer._write_item
+
+    def held_up(*arguments):
+        assert go.wait(30)
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint_writer, "_write_item", held_up)
+    with saved.active():
+        pending = checkpoint.save_async(saved, tmp_path / "one")
+    assert kit.run_updates(saved, 1, first=1) == kit.run_updates(straight, 1, first=1)
+    assert not pending.done()
+    assert not (tmp_path / "one").exists()
+    go.set()
+    pending.finish()
+    assert pending.done()
+    resumed = trainer_of("qwen3-tied", seed=99)
+    resumed.load(tmp_path / "one")
+    assert resumed.version == 1
+    assert kit.largest_difference(kit.weights(resumed), kept) == 0.0
+    assert all(torch.equal(*pair) for pair in zip(optimizer_tensors(resumed), before, strict=True))
+    assert kit.run_updates(resumed, 1, first=1)[0]["metrics"] == kit.run_updates(trainer_of("qwen3-tied"), 2)[1]["metrics"]
 
 
 def test_saving_starts_no_manager_process(trainer_of, tmp_path):
@@ -118,7 +218,7 @@ def test_saving_starts_no_manager_process(trainer_of, tmp_path):
     assert multiprocessing.active_children() == []
 
 
-def test_a_killed_save_leaves_the_previous_checkpoint(kit, trainer_of, tmp_path, monkeypatch):
+def test_a_save_that_fails_at_its_end_leaves_the_previous_checkpoint(kit, trainer_of, tmp_path, monkeypatch):
     trainer = trainer_of("qwen3-tied")
     kit.run_updates(trainer, 1)
     trainer.save(tmp_path / "latest")
@@ -126,7 +226,7 @@ def test_a_killed_save_leaves_the_previous_checkpoint(kit, trainer_of, tmp_path,
     kit.run_updates(trainer, 1, first=1)
     with monkeypatch.context() as killed:
         killed.setattr(folders, "commit", lambda folder: (_ for _ in ()).throw(OSError("killed")))
-        with pytest.raises(OSError, match="killed"):
+        with pytest.raises(CheckpointError, match="killed"):
             trainer.save(tmp_path / "latest")
     resumed = trainer_of("qwen3-tied")
     resumed.load(tmp_path / "latest")
@@ -144,6 +244,93 @@ def test_a_save_killed_between_its_renames_is_recovered(kit, trainer_of, tmp_pat
     resumed = trainer_of("qwen3-tied")
     resumed.load(tmp_path / "latest")
     assert resumed.version == 1
+
+
+def test_a_save_killed_at_any_file_operation_leaves_a_whole_checkpoint(kit, world, models, tmp_path):
+    """SIGKILL at each of them, one process each; after all of them the next save works and leaves nothing behind."""
+    older = kit.make_trainer(models / "qwen3-tied", world)
+    older.save(tmp_path / "older")
+    shared = tmp_path / "killed"
+    subprocess.run(
+        [sys.executable, Path(__file__).with_name("killed_saves.py"), models / "qwen3-tied", shared, tmp_path / "older"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=True,
+        timeout=240,
+    )
+    looked, versions = kit.make_trainer(models / "qwen3-tied", world), []
+    for number in range(len(list(shared.iterdir()))):
+        folder = shared / str(number) / "latest"
+        looked.load(folder)
+        versions.append(looked.version)
+        shift = {
+            name: tensor - older
+            for (name, tensor), older in zip(kit.weights(looked).items(), kit.weights(older).values(), strict=True)
+        }
+        assert all(torch.allclose(each, torch.full_like(each, looked.version)) for each in shift.values()), number
+        older.save(folder)
+        assert [path.name for path in folder.parent.iterdir()] == ["latest"]
+    assert len(versions) > 15
+    assert versions == sorted(versions)  # the old one until the renames, the new one after them
+    assert set(versions) == {0, 1}
+
+
+@pytest.mark.parametrize("free", [0, 100_000])
+def test_want_of_room_is_told_before_anything_is_written(trainer_of, tmp_path, monkeypatch, free):
+    trainer = trainer_of("qwen3-tied")
+    trainer.save(tmp_path / "one")
+    trainer.version = 1
+    usage = shutil.disk_usage(tmp_path)._replace(free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
+    size = sum(file.stat().st_size for file in (tmp_path / "one").iterdir())
+    with pytest.raises(
+        CheckpointError, match=rf"one can't be saved: not enough room.*; it takes .* bytes; {free:,} bytes"
+    ) as refused:
+        trainer.save(tmp_path / "one")
+    wanted = int(str(refused.value).partition("it takes ")[2].partition(" bytes")[0].replace(",", ""))
+    assert size < wanted < size + 2**21
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    trainer.load(tmp_path / "one")
+    assert trainer.version == 0
+
+
+def save(trainer, folder, asynchronous):
+    with trainer.active():
+        if asynchronous:
+            checkpoint.save_async(trainer, folder).finish()
+        else:
+            checkpoint.save(trainer, folder)
+
+
+@pytest.mark.parametrize("limit", [100, 5_000, 40_000, 250_000, 340_000])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_that_fills_while_saving_costs_nothing(trainer_of, tmp_path, monkeypatch, limit, asynchronous):
+    """No file may grow beyond `limit`, as where a disk is full; the process isn't told by a signal."""
+    trainer = trainer_of("qwen3-tied")
+    trainer.save(tmp_path / "one")
+    trainer.version = 1
+    resource, signal = pytest.importorskip("resource"), pytest.importorskip("signal")
+    before, heard = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"one can't be saved: .*File too large.* bytes are free there"):
+            save(trainer, tmp_path / "one", asynchronous)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, heard)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    trainer.load(tmp_path / "one")
+    assert trainer.version == 0
+
+
+def test_weights_can_be_taken_alone_whether_they_were_trained_or_not(kit, trainer_of, tmp_path):
+    trained = trainer_of("qwen3-tied")
+    scramble(trained)
+    trained.save(tmp_path / "one")
+    frozen = trainer_of("qwen3-tied", trainable=False)
+    with frozen.active():
+        checkpoint.load_weights(frozen, tmp_path / "one")
+    assert frozen.version == 7
+    assert kit.largest_difference(kit.weights(frozen), kit.weights(trained)) == 0.0
 
 
 def test_a_missing_checkpoint_is_refused(trainer_of, tmp_path):

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from drmas.policy.groups import on_rank_zero
 from drmas.policy.rng import PolicyRng
 
 
@@ -40,9 +39,9 @@ def test_active_restores_after_an_error(world):
         parallel_state.get_data_parallel_group()
 
 
-def test_an_error_on_rank_zero_is_raised_on_every_rank(two_ranks):
+def test_an_error_on_the_leader_is_raised_on_every_rank(world, two_ranks):
     assert two_ranks["shared error"] == "no space left"
-    assert on_rank_zero(lambda: 7) == 7
+    assert world.layout().on_leader(lambda: 7) == 7
 
 
 def draws(rng):

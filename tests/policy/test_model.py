@@ -1,15 +1,15 @@
-"""Logits of the Megatron model against transformers: configuration, weights, packing, rotary positions and attention."""
+"""The Megatron model against transformers, logits and gradients: weights, packing, rotary positions, attention, layouts."""
 
 from __future__ import annotations
+
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from drmas.config.schema import PolicyConfig
-from drmas.policy import host_platform
-from drmas.policy import model as model_module
-from drmas.policy.architecture import read_architecture
-from drmas.policy.layers import PackedAttention
 from drmas.runtime.models import PACKAGED, resolve_model
 
 MODELS = [f"{family}-{tying}" for family in ("llama", "qwen2", "qwen3") for tying in ("tied", "untied")]
@@ -62,20 +62,93 @@ def test_smollm2_logits_equal_transformers(kit, world):
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_float32_on_cuda_takes_our_attention_beside_transformer_engine(models, monkeypatch):
-    """TransformerEngine has no attention over packed float32 rows; what is built must be what `drmas doctor` says."""
-    monkeypatch.setattr(host_platform, "is_host", lambda: False)
-    monkeypatch.setattr(model_module, "find_spec", lambda name: object())
-    assert model_module.takes_transformer_engine(torch.bfloat16)
-    assert not model_module.takes_transformer_engine(torch.float32)
-    policy = PolicyConfig(model="", dtype="float32")
-    config = model_module.transformer_config(read_architecture(models / "qwen3-tied"), policy, tp=1)
-    assert (config.apply_rope_fusion, config.bias_activation_fusion) == (False, False)
-    spec = model_module._block_spec(config, 0)
-    assert {layer.submodules.self_attention.submodules.core_attention for layer in spec.layer_specs} == {PackedAttention}
+@pytest.fixture(scope="session")
+def bare() -> ModuleType:
+    """model_kit.py, imported from its file, since test modules can't import each other."""
+    spec = spec_from_file_location("model_kit", Path(__file__).with_name("model_kit.py"))
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_recomputed_activations_give_the_same_update(kit, trainer_of):
-    plain, recomputed = trainer_of("qwen3-tied"), trainer_of("qwen3-tied", recompute=True)
-    assert kit.run_updates(plain, 2) == kit.run_updates(recomputed, 2)
-    assert kit.largest_difference(kit.weights(plain), kit.weights(recomputed)) == 0.0
+@pytest.fixture(scope="session")
+def references(bare, models):
+    """(loss per row, gradients) of transformers, by model."""
+    return cache(lambda name: bare.reference(models / name, bare.tree_rows()))
+
+
+@pytest.fixture(scope="session")
+def on_two_ranks(world, models, tmp_path_factory, kit):
+    return kit.launch("attention_ranks.py", 2, models, tmp_path_factory.mktemp("attention"))
+
+
+def assert_equal(found, expected, *, rounding: float = 1e-5) -> None:
+    """Losses, and each gradient relative to its own largest element."""
+    torch.testing.assert_close(found[0], expected[0], atol=rounding, rtol=0)
+    assert found[1].keys() == expected[1].keys()
+    for name, wanted in expected[1].items():
+        assert (found[1][name] - wanted).abs().max() < rounding * wanted.abs().max(), name
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_transformers(bare, references, world, models, name, sharing):
+    built = bare.Built(models / name, world)
+    losses = built.run(bare.tree_rows(), share_prefixes=sharing)
+    assert_equal((losses, built.gradients()), references(name))
+
+
+def test_microbatches_add_up(bare, references, world, models):
+    built = bare.Built(models / "qwen2-tied", world)
+    losses = built.run(bare.tree_rows(), passes=3)
+    loss, gradients = references("qwen2-tied")
+    assert_equal((losses, {name: value / 3 for name, value in built.gradients().items()}), (loss, gradients))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2-sp", "tp2-sp full", "tp2-sp selective", "cp2"])
+@pytest.mark.parametrize("name", ["qwen2-untied", "qwen3-tied"])
+def test_gradients_equal_transformers_on_two_ranks(references, on_two_ranks, name, layout):
+    assert_equal(on_two_ranks[f"{name}/{layout}"], references(name))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_activations_give_the_same_bits(bare, world, models, recompute):
+    found = []
+    for each in ("none", recompute):
+        built = bare.Built(models / "qwen3-tied", world, recompute=each)
+        found.append((built.run(bare.tree_rows()), built.gradients()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(found[0][1][name], value) for name, value in found[1][1].items())
+
+
+def test_bfloat16_is_as_close_to_float32_as_transformers(bare, references, world, models):
+    exact, gradients = references("qwen3-untied")
+    built = bare.Built(models / "qwen3-untied", world, dtype="bfloat16")
+    losses = built.run(bare.tree_rows())
+    their_losses, theirs = bare.reference(models / "qwen3-untied", bare.tree_rows(), torch.bfloat16)
+    assert (losses - exact).abs().max() < 2 * (their_losses - exact).abs().max()
+    ours = built.gradients()
+    for name, wanted in gradients.items():
+        error, their_error = ((each[name].float() - wanted).norm() for each in (ours, theirs))
+        assert error < 1.5 * their_error, name
+
+
+def test_what_is_kept_between_the_passes(bare, world, models):
+    """Per token of a layer: the two norms' inputs, the rotated query and key, the value, the attention's output and its
+    log-sum-exp, gate and up, and two numbers of the norms. Not what the linear layers read."""
+    built, rows = bare.Built(models / "llama-untied", world), bare.tree_rows()
+    packed = bare.pack([rows[number] for number in (0, 1, 2, 3, 5)], device=torch.device("cpu"))  # no two of one length
+    tokens, kept = packed.ids.shape[1], {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with built.groups.active(), built.rng.lent(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        built.model(packed.ids, packed.positions, None, packed_seq_params=packed.params)
+    for parameter in built.model.parameters():
+        kept.pop(parameter.untyped_storage()._cdata, None)
+    hidden, heads, kv_heads, dim, ffn, layers = 32, 4, 2, 8, 64, 2
+    layer = 2 * hidden + (2 * heads + 2 * kv_heads) * dim + heads + 2 * ffn + 2
+    last = hidden + 1 + 2  # the final norm, and the ids, which are int64
+    assert sum(storage.nbytes() for storage in kept.values()) == 4 * tokens * (layers * layer + last)
