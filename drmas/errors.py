@@ -29,7 +29,7 @@ class ModelError(UserError, ValueError):
 
 
 class CheckpointError(UserError, ValueError):
-    """A checkpoint is missing, incomplete, or of another run."""
+    """A checkpoint is missing, incomplete, of another run, or can't be written."""
 
 
 class EngineError(DrmasError, RuntimeError):

@@ -22,13 +22,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from drmas.core.layers import describe_trainer_layers
-from drmas.telemetry.environment import version_of
+from drmas.config.schema import PolicyConfig
+from drmas.core.stack import PACKAGES, choose_stack
+from drmas.errors import ConfigError
+from drmas.telemetry.environment import installed, version_of
 
 MEGATRON = "0.16.1"
 """The version whose internals `drmas.policy` was written against."""
 TRANSFORMERS = (5, 16)
-KERNELS = ("segment_advantage", "linear_logprob", "linear_policy_loss", "squared_norms")
+KERNELS = ("segment_advantage", "linear_logprob", "linear_policy_loss", "squared_norms", "adamw_step")
 """The operations of drmas_kernels that a run calls."""
 MEMORY_BYTES = 12 * 2**30
 """Trainer and engine of the quickstart's 135 M parameters in fp32."""
@@ -159,13 +161,7 @@ def _backends(has_gpu: bool) -> Iterator[Check]:
     """What each part of a run takes on this machine."""
     why = "CUDA devices found" if has_gpu else "no CUDA device"
     yield Check("trainer collectives", "nccl" if has_gpu else "gloo", reason=why)
-    fused = has_gpu and version_of("transformer-engine") is not None
-    attention = describe_trainer_layers(cuda=has_gpu, transformer_engine=fused)
-    engine = "transformer-engine found; it has no float32 attention over packed rows"
-    no_engine = "transformer-engine is not installed" if has_gpu else why
-    yield Check("trainer attention", attention, reason=engine if fused else no_engine)
-    adam = "Transformer Engine's FusedAdam" if fused else "torch's fused AdamW"
-    yield Check("trainer optimiser", adam, reason="inside Megatron's distributed optimiser")
+    yield from _stacks(has_gpu)
     yield Check(
         "weight transport",
         "nccl" if has_gpu else "drmas-gloo",
@@ -190,6 +186,30 @@ def _backends(has_gpu: bool) -> Iterator[Check]:
             yield Check(f"kernel {op}", "none", "missing", str(error))
         else:
             yield Check(f"kernel {op}", backend.name, reason=backend.reason)
+
+
+def _stacks(has_gpu: bool) -> Iterator[Check]:
+    """What the trainer of a policy with default settings is built from, by dtype where that matters."""
+    packages = installed(*PACKAGES)
+    found = {
+        dtype: choose_stack("NAME", PolicyConfig(model="", dtype=dtype), cuda=has_gpu, packages=packages, replicas=2).reasons
+        for dtype in ("bfloat16", "float32")
+    }
+    for part in found["float32"]:
+        reasons = {dtype: reasons[part] for dtype, reasons in found.items()}
+        if len(set(reasons.values())) == 1:
+            yield Check(f"trainer {part}", reasons["float32"].taken, reason=reasons["float32"].why)
+        else:
+            yield from (Check(f"trainer {part}, {dtype}", reason.taken, reason=reason.why) for dtype, reason in reasons.items())
+    fp8 = PolicyConfig(model="", dtype="bfloat16", fp8="hybrid")
+    try:
+        taken = choose_stack("NAME", fp8, cuda=has_gpu, packages=packages).reasons["fp8"].taken
+    except ConfigError as error:
+        yield Check("trainer fp8", "can't be had", reason=str(error).partition(": ")[2].removesuffix("; unset fp8"))
+    else:
+        yield Check(
+            "trainer fp8", "can be had", reason=f"policies.NAME.fp8 = hybrid: {taken} in linear layers of bfloat16 policies"
+        )
 
 
 def _machine(has_gpu: bool) -> Iterator[Check]:

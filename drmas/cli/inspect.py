@@ -22,7 +22,8 @@ from drmas.config.load import load_advantage
 from drmas.config.schema import AdvantageConfig
 from drmas.core.advantages import AdvantageRule, Advantages, Segment, advantages, resolve
 from drmas.core.diagnostics import inflation_factors
-from drmas.errors import DataError
+from drmas.core.gae import GaeRule
+from drmas.errors import ConfigError, DataError
 from drmas.telemetry.episodes import read_episodes
 
 WIDTH = 160
@@ -162,6 +163,8 @@ def _run_rule(run_dir: Path) -> dict[str, Any]:
 
 def _answer(rows: Sequence[InspectRow], config: AdvantageConfig, as_json: bool) -> str:
     rule = resolve(**config.model_dump(exclude_none=True))
+    if isinstance(rule, GaeRule):
+        raise ConfigError("advantage.preset is 'ppo', which needs a critic's values; inspect shows the other presets")
     result = advantages(rows, rule)
     if as_json:
         return json.dumps(as_object(rows, rule, result))

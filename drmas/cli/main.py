@@ -43,6 +43,9 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete the run that is in the folder, and start anew.")
     ] = False,
+    profile: Annotated[
+        str | None, typer.Option("--profile", help="Trace steps, such as steps=3-5: profile/trace.json opens in Perfetto.")
+    ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the packaged recipes.")] = False,
 ) -> None:
     """Train a team. Any key of the configuration is an option: --train.steps 5 --policies.main.lr 1e-5"""
@@ -53,7 +56,7 @@ def train(
             print(f"{name}\n    {about}")
         return
     name, overrides = _words(ctx, recipe, "RECIPE")
-    config = load(name, overrides)
+    config = load(name, [*overrides, "--telemetry.profile", profile] if profile else overrides)
 
     # Trainer and engine share the cores: threads that spin while they wait would take them from each other. Read by the OpenMP
     # runtime when torch loads it, so it must be set before that.
@@ -101,6 +104,34 @@ def report(run: Run) -> None:
     from drmas.telemetry.report import write_report
 
     print(write_report(run))
+
+
+@app.command()
+def export(
+    run: Run,
+    step: Annotated[int | None, typer.Option("--step", help="Of which checkpoint; the newest if unset.")] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help="One policy only.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="A folder per policy goes there; RUN/export/step_N.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapters alone, as PEFT's folder.")] = False,
+) -> None:
+    """Write the policies of a checkpoint as Hugging Face folders and print where they are."""
+    from drmas.cli.weights import export_run
+
+    for name, folder in export_run(run, step=step, policy=policy, output=output, adapter=adapter).items():
+        print(f"{name}: {folder}")
+
+
+@app.command("import")
+def import_(
+    run: Run,
+    policy: Annotated[str, typer.Option("--policy", help="Which policy gets the weights.")],
+    model: Annotated[Path, typer.Option("--model", help="A Hugging Face folder of the policy's architecture.")],
+) -> None:
+    """Put a model's weights into a run's newest checkpoint; drmas train --resume goes on from them."""
+    from drmas.cli.weights import import_model
+
+    step, version = import_model(run, policy=policy, model=model)
+    print(f"{policy} at step {step} is {model} now, as version {version}")
 
 
 @config_app.command("show", context_settings=OVERRIDES)

@@ -28,6 +28,7 @@ from drmas.core.seeds import sample_seed
 from drmas.errors import EngineDied, EngineError, EngineTimeout
 from drmas.rollout.engine import Completion, Engine, Sampling
 from drmas.rollout.gate import Gate
+from drmas.telemetry.trace import span
 from drmas.types import Episode, Failure, FailureKind, Task
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,8 @@ class _Rollout:
         """Grade the answer of an episode that didn't fail, and report."""
         if episode.failure is None:
             try:
-                reward = float(await self._collector.reward(episode.task, episode.answer))
+                with span("grade", episode=episode.id):
+                    reward = float(await self._collector.reward(episode.task, episode.answer))
             except Exception as error:  # the boundary to graders, which may be the user's: trouble is never a reward of 0 (I3)
                 _fail(episode, "grader", str(error) or type(error).__name__)
             else:

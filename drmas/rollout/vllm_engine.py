@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from drmas.config.schema import EngineConfig
+from drmas.config.schema import EngineConfig, LoraConfig
+from drmas.core.adapters import adapter_config
 from drmas.errors import EngineDied, EngineError, EngineStartError, EngineTimeout
 from drmas.rollout.engine import Completion, Sampling
 from drmas.rollout.vllm_connection import Connection
 from drmas.rollout.vllm_launch import engine_device, engine_environment, launch
 from drmas.rollout.vllm_options import check_options
-from drmas.rollout.vllm_process import engine_arguments
+from drmas.rollout.vllm_process import adapter_arguments, engine_arguments
 
 PROBE_SECONDS = 30.0
 """How long a process that is late with a response may take to answer anything before it counts as dead and is killed."""
@@ -39,12 +40,15 @@ class VllmEngine:
         seed: int,
         deterministic: bool,
         initial_version: int = 0,
+        lora: LoraConfig | None = None,
     ) -> None:
+        """`lora`: updates bring adapters of that shape for the model folder's weights, which stay; None: whole weights."""
         self.version = initial_version
         self.max_model_tokens = config.max_model_tokens
         self._name, self._config, self._model_path = name, config, Path(model_path)
         self._log = Path(log_dir) / f"engine-{name}.log"
         self._seed, self._deterministic, self._initial_version = seed, deterministic, initial_version
+        self._lora = lora
         self._advancing = False
         self._connection: Connection | None = None
         self._sync_client: VllmSyncClient | None = None
@@ -67,6 +71,7 @@ class VllmEngine:
             arguments=arguments | self._config.options,
             deterministic=self._deterministic,
             version=self._initial_version,
+            adapter=None if self._lora is None else adapter_config(self._lora, str(self._model_path)),
         )
         try:
             description = ready.result(self._config.start_timeout_seconds)
@@ -189,6 +194,7 @@ class VllmEngine:
             "seed": self._seed,
             **memory,
             **engine_arguments(device),
+            **({} if self._lora is None else adapter_arguments(self._lora.rank)),
         }
 
     def _running(self) -> tuple[Connection, VllmSyncClient]:

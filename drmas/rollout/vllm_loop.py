@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
+
+from drmas.core.adapters import ADAPTER_ID
 
 if TYPE_CHECKING:
     from drmas.rollout.vllm_process import Channel, Message
@@ -25,7 +28,16 @@ if TYPE_CHECKING:
 class EngineLoop:
     """Serves one client until it says shutdown."""
 
-    def __init__(self, engine: LLMEngine, channel: Channel, *, deterministic: bool, version: int) -> None:
+    def __init__(
+        self,
+        engine: LLMEngine,
+        channel: Channel,
+        *,
+        deterministic: bool,
+        version: int,
+        adapter: dict[str, Any] | None = None,
+    ) -> None:
+        """`adapter` is PEFT's description of the adapters that updates bring; None where they bring whole weights."""
         self._engine, self._channel, self._deterministic = engine, channel, deterministic
         self._held: list[Message] = []
         self._keys: dict[int, str] = {}
@@ -33,6 +45,10 @@ class EngineLoop:
         self._paused = False
         self._updating = False
         self._mixed = False  # an update failed half-way: some layers are new, some old
+        self._takes_adapters = adapter is not None
+        self._adapter: LoRARequest | None = None
+        if self._takes_adapters:
+            self._engine.collective_rpc("open_adapters", args=(adapter,))
         self._set_version(str(version))
         self._controls: dict[str, Callable[..., Any]] = {
             "pause": self._pause,
@@ -95,8 +111,9 @@ class EngineLoop:
         refused = []
         for message in messages:
             self._keys[message["id"]] = message["key"]
+            prompt, sampling = tokens_input(message["prompt"]), _sampling_params(message)
             try:
-                self._engine.add_request(str(message["id"]), tokens_input(message["prompt"]), _sampling_params(message))
+                self._engine.add_request(str(message["id"]), prompt, sampling, lora_request=self._adapter)
             except (VLLMClientError, ValueError) as error:
                 refused.append({"id": message["id"], "error": str(error)})
         return refused
@@ -163,6 +180,8 @@ class EngineLoop:
 
     def _finish_update(self, weight_version: str) -> None:
         self._engine.collective_rpc("finish_weight_update")
+        if self._takes_adapters:
+            self._engine.collective_rpc("install_adapter")
         self._set_version(weight_version)
         self._updating = self._mixed = False
 
@@ -173,7 +192,13 @@ class EngineLoop:
         return whole
 
     def _set_version(self, version: str) -> None:
+        """Of new tokens, and of new requests' cached prefixes.
+
+        Requests in flight go on with the new weights: the number of the one set of adapters never changes.
+        """
         self._engine.set_weight_version(version)
+        if self._takes_adapters:
+            self._adapter = LoRARequest(f"version {version}", ADAPTER_ID, "drmas")
 
     def _rpc(self, method: str) -> Callable[..., None]:
         def call(*args: Any) -> None:

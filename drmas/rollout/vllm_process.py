@@ -19,9 +19,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from drmas.core import adapters
 from drmas.rollout.vllm_launch import GLOO_BACKEND, WORKER_EXTENSION
 
 Message = dict[str, Any]
+
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM can make room for."""
 
 
 class Channel:
@@ -84,7 +88,8 @@ def main() -> None:
 
     from drmas.rollout.vllm_loop import EngineLoop
 
-    EngineLoop(engine, channel, deterministic=request["deterministic"], version=request["version"]).run()
+    adapter = request.get("adapter")
+    EngineLoop(engine, channel, deterministic=request["deterministic"], version=request["version"], adapter=adapter).run()
     engine.engine_core.shutdown()
     sys.stdout.flush()
     os._exit(0)  # the interpreter would spend seconds on taking vLLM apart, while the trainer waits
@@ -137,6 +142,18 @@ def engine_arguments(device: str) -> Message:
             "enable_chunked_prefill": False,
         }
     return common
+
+
+def adapter_arguments(rank: int) -> Message:
+    """What an engine that takes adapters of this rank gets besides; for more than one set of adapters there is no room."""
+    room = next((size for size in ADAPTER_RANKS if size >= rank), rank)
+    return {
+        "enable_lora": True,
+        "max_lora_rank": room,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "weight_transfer_config": {"backend": adapters.BACKEND},
+    }
 
 
 def describe(engine: Any) -> Message:

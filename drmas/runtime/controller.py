@@ -1,153 +1,213 @@
 """The training loop. Every rank runs this same code; rank 0 also drives the rollouts.
 
             rank 0 only                               every rank, together
-    ┌──────────────────────────┐   rows     ┌───────────────────────────────────────┐
-    │ driver: tasks -> episodes │ ────────▶ │ advantages -> update of each policy   │
-    │ team, engines, grader     │ ◀──────── │ sync: the engines get the new weights │
-    └──────────────────────────┘  weights   └───────────────────────────────────────┘
+    ┌───────────────────────────┐   rows    ┌────────────────────────────────────────────────┐
+    │ driver: tasks -> episodes │ ────────▶ │ advantages -> update of the policies it holds  │
+    │ team, engines, grader     │ ◀──────── │ all hear of all updates; engines get weights   │
+    └───────────────────────────┘  weights  └────────────────────────────────────────────────┘
 
-Who waits for whom: the other ranks wait in `share` while rank 0 rolls out; the engines wait, paused, while weights arrive;
-nothing else overlaps (rollouts are on-policy). All ranks hold all rows, so groups, advantages and packing can't differ between
-them. `share(action)` runs the action on rank 0 and gives its result, or its error, to all. Setting up is `drmas.runtime.run`.
+Who waits for whom: the other ranks wait in `share` while rank 0 rolls out; policies on ranks of their own are updated at the
+same time, and the quick wait for the slow in `share.gather`; the engines wait, paused, while weights arrive; nothing else
+overlaps (rollouts are on-policy). All ranks hold all rows, so groups, advantages and packing can't differ between them.
+`share(action)` runs the action on rank 0, `share.gather(action)` on every rank; what comes of it, or the error, reaches all.
+Setting up is `drmas.runtime.run`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from drmas.config.schema import RunConfig
-from drmas.core.advantages import AdvantageRule, Advantages, advantages
+from drmas.core.advantages import AdvantageRule, Advantages, advantages, critic_advantages
 from drmas.core.batching import split_updates, token_weights
-from drmas.errors import EngineDied, RolloutError, SyncError
-from drmas.policy.trainer import PolicyBatch, PolicyTrainer
+from drmas.core.gae import GaeRule
+from drmas.errors import CheckpointError, EngineDied, RolloutError, SyncError
+from drmas.policy.batch import PolicyBatch
+from drmas.policy.broadcast import Broadcast
+from drmas.policy.host_platform import peak_memory_bytes
+from drmas.policy.trainer import PolicyTrainer
 from drmas.runtime.driver import Driver
-from drmas.runtime.record import StepRecord
-from drmas.runtime.resume import Checkpoints, Share
+from drmas.runtime.record import PolicyReport, StepRecord
+from drmas.runtime.resume import Checkpoints
 from drmas.telemetry.console import Console
+from drmas.telemetry.trace import Profile, span
 from drmas.types import Row
 from drmas.weights.sync import WeightSync
 
 
 class Controller:
-    """Runs the steps of one job. `driver` is None on every rank but 0, where `share` runs what is asked of it."""
+    """Runs the steps of one job. `policies` are those that this rank holds a part of; all else is of all policies.
+
+    `driver` is None on every rank but 0, where `share` runs what is asked of it.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         *,
-        rule: AdvantageRule,
+        rule: AdvantageRule | GaeRule,
         policies: Mapping[str, PolicyTrainer],
         temperatures: Mapping[str, float],
         syncs: Mapping[str, WeightSync],
         driver: Driver | None,
-        share: Share,
+        share: Broadcast,
         checkpoints: Checkpoints,
         console: Console,
+        profile: Profile,
     ) -> None:
         self.config, self.rule, self.policies, self.temperatures = config, rule, policies, temperatures
         self.syncs, self.driver, self.share, self.checkpoints = syncs, driver, share, checkpoints
-        self.console = console
-        self.trainable = [policy for policy in policies.values() if policy.config.trainable]
+        self.console, self.profile = console, profile
         self.record = StepRecord()
+        self.versions: dict[str, int] = {}
+        self.value: float | None = None
 
     def run(self, first_step: int) -> None:
         """Steps `first_step` to the configured last one, or until the user asks to stop.
 
         RolloutError: it can't go on; what was finished is saved.
         """
+        self.versions = self.told(lambda: {name: policy.version for name, policy in self.policies.items()})
         if trouble := self.sync_changed():  # a resumed policy: its engine still holds the model folder's weights
-            raise RolloutError(trouble)
+            self.give_up(trouble)
         for step in range(first_step, self.config.train.steps + 1):
             self.record, started = StepRecord(), time.perf_counter()
-            rows = self.rollout(step)
-            values = advantages(rows, self.rule)
-            for policy in self.policies.values():
-                self.update(policy, rows, values)
-            trouble = self.sync_changed()
-            self.record.add_seconds(("step",), time.perf_counter() - started)
-            stop = self.finish(step, values, last=trouble is not None)
+            with self.profile.step(step):
+                rows = self.rollout(step)
+                values = self.estimate(rows)
+                self.update(rows, values)
+                trouble = self.sync_changed()
+            self.record.add_seconds("step", time.perf_counter() - started)
+            stop = self.finish(step, rows, values, last=trouble is not None)
             if trouble:
-                raise RolloutError(trouble)
+                self.give_up(trouble)
             if stop:
                 break
 
     def rollout(self, step: int) -> list[Row]:
         """The step's rows, on every rank. An engine that died is started again and synced; what it lost is run again."""
         while True:
-            with self.timed("rollout"):
+            with self.timed("rollout"), span("rollout"):
                 message = self.share(lambda: self.driver.collect(step))
-            trouble = message["fatal"] or next(
-                filter(None, (self.sync(self.policies[name]) for name in message["restarted"])), None
-            )
+            trouble = message["fatal"] or next(filter(None, map(self.sync, message["restarted"])), None)
             if trouble:  # the policies are as the last step left them: keep that before giving up
                 self.save(step - 1)
-                raise RolloutError(trouble)
+                self.give_up(trouble)
             if not message["restarted"]:
                 return [Row(**row) for row in message["rows"]]
 
-    def update(self, policy: PolicyTrainer, rows: list[Row], values: Advantages) -> None:
-        """The step's optimiser updates of one policy, each on its share of the tasks; a frozen one is only measured (I11)."""
-        mine = [i for i, row in enumerate(rows) if row.policy == policy.name and values.values[i] is not None]
-        with self.timed("train", policy.name), self.console.progress(f"train {policy.name}", len(mine)) as on_rows:
-            tasks = list(dict.fromkeys(rows[i].task for i in mine))
-            parts = split_updates(tasks, self.config.train.updates_per_step) if policy.config.trainable else []
-            if len(parts) != 1:  # a frozen policy has no update to measure the gap in, and a second one comes too late
-                sampled = [rows[i] for i in mine]
-                self.record.logprob_gap(sampled, policy.logprobs(sampled, [self.temperatures[row.agent] for row in sampled]))
-            for part in map(set, parts):
-                chosen = [i for i in mine if rows[i].task in part]
-                if chosen:
-                    batch = self.batch([rows[i] for i in chosen], [values.values[i] for i in chosen])
-                    self.record.update(policy.name, policy.update(batch, on_rows=on_rows))
+    def estimate(self, rows: list[Row]) -> Advantages:
+        """Every row's advantage. Each rank computes the same from the same rows, and from what critics say of them."""
+        with span("advantage"):
+            if isinstance(self.rule, AdvantageRule):
+                return advantages(rows, self.rule)
+            values = self.told(lambda: {name: self.values(policy, rows) for name, policy in self.policies.items()})
+            return critic_advantages(rows, values, self.rule)
 
-    def batch(self, rows: list[Row], advantage: list[float]) -> PolicyBatch:
+    def values(self, policy: PolicyTrainer, rows: list[Row]) -> list[list[float]]:
+        """What the policy's critic says of its rows; the policy's first rank tells the others."""
+        found = policy.values([row for row in rows if row.policy == policy.name])
+        return found if policy.groups.whole.rank() == 0 else []
+
+    def update(self, rows: list[Row], values: Advantages) -> None:
+        """Every rank updates the policies that it holds, then all hear what became of each policy."""
+        with self.timed("train"):
+            reports = self.told(
+                lambda: {name: self.update_policy(policy, rows, values).to_dict() for name, policy in self.policies.items()}
+            )
+        self.record.policies = {name: PolicyReport.from_dict(report) for name, report in reports.items()}
+        self.versions = {name: report.version for name, report in self.record.policies.items()}
+
+    def update_policy(self, policy: PolicyTrainer, rows: list[Row], values: Advantages) -> PolicyReport:
+        """The step's optimiser updates of one policy; a frozen one is only measured (I11), one without rows idles (I4)."""
+        report = PolicyReport(policy.version, trainable=policy.config.trainable)
+        batches = self.batches(policy.name, rows, values)
+        report.rows = sum(len(batch.rows) for batch in batches)
+        with span("train", policy.name), self.console.progress(f"train {policy.name}", report.rows) as on_rows:
+            # A frozen policy has no update to measure the gap in, and a second update comes too late to.
+            if batches and (not policy.config.trainable or self.config.train.updates_per_step > 1):
+                sampled = [row for batch in batches for row in batch.rows]
+                report.logprob_gap(sampled, policy.logprobs(sampled, [self.temperatures[row.agent] for row in sampled]))
+            for batch in batches if policy.config.trainable else ():
+                started = time.perf_counter()
+                report.update(policy.update(batch, on_rows=on_rows), time.perf_counter() - started)
+        report.version, report.peak_memory_bytes = policy.version, peak_memory_bytes()
+        return report
+
+    def batches(self, policy: str, rows: list[Row], values: Advantages) -> list[PolicyBatch]:
+        """What a policy is updated with in this step: one batch per update, each with its share of the tasks."""
+        mine = [i for i, row in enumerate(rows) if row.policy == policy and values.values[i] is not None]
+        parts = split_updates(list(dict.fromkeys(rows[i].task for i in mine)), self.config.train.updates_per_step)
+        chosen = [[i for i in mine if rows[i].task in tasks] for tasks in map(set, parts) if tasks]
+        return [self.batch(rows, part, values) for part in chosen]
+
+    def batch(self, rows: list[Row], chosen: list[int], values: Advantages) -> PolicyBatch:
+        mine, tokens = [rows[i] for i in chosen], values.tokens
         return PolicyBatch(
-            rows=rows,
-            advantages=advantage,
-            token_weights=token_weights(rows, self.config.loss.aggregation),
-            temperatures=[self.temperatures[row.agent] for row in rows],
+            rows=mine,
+            advantages=[values.of(i) for i in chosen],
+            token_weights=token_weights(mine, self.config.loss.aggregation),
+            temperatures=[self.temperatures[row.agent] for row in mine],
+            returns=tokens and [tokens.returns[i] for i in chosen],
+            values=tokens and [tokens.before[i] for i in chosen],
         )
+
+    def told(self, mine: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """By policy: what the first of its ranks says. Every rank says it of the policies that it holds, and hears of all."""
+        said = {name: value for each in reversed(self.share.gather(mine)) for name, value in each.items()}
+        return {name: said[name] for name in self.config.policies}
 
     def sync_changed(self) -> str | None:
         """Sync the policies whose engine holds another version. Returns what went wrong if it did for good."""
-        changed = [policy for policy in self.trainable if policy.version != self.syncs[policy.name].version]
+        changed = [name for name, version in self.versions.items() if version != self.syncs[name].version]
         return next(filter(None, map(self.sync, changed)), None)
 
-    def sync(self, policy: PolicyTrainer) -> str | None:
+    def sync(self, policy: str) -> str | None:
         """The policy's engine gets its weights; the engine's version is the policy's afterwards (I10).
 
         An engine that dies meanwhile is started again and sent everything; only rank 0 can notice, so it says so to all.
         Returns what went wrong if it did for good.
         """
-        with self.timed("sync"):
+        with self.timed("sync"), span("sync", policy):
             while True:
                 trouble: Exception | None = None
                 try:
-                    self.record.sync(self.syncs[policy.name].push(policy.version))
+                    self.record.sync(self.syncs[policy].push(self.versions[policy]))
                 except (EngineDied, SyncError) as error:
                     trouble = error
-                message = self.share(lambda found=trouble: self.driver.after_push(policy.name, found))
+                message = self.share(lambda found=trouble: self.driver.after_push(policy, found))
                 if not message["again"]:
                     return message["fatal"]
 
-    def finish(self, step: int, values: Advantages, *, last: bool) -> bool:
+    def finish(self, step: int, rows: list[Row], values: Advantages, *, last: bool) -> bool:
         """Log, then save where it is due. True when the user asked to stop after this step."""
-        self.record.versions = {name: policy.version for name, policy in self.policies.items()}
-        stop = self.share(lambda: self.driver.finish(step, values, self.record))
-        every = self.config.checkpoint.every_steps
-        if last or stop or step == self.config.train.steps or (every and step % every == 0):
+        self.checkpoints.poll()
+        self.record.failed_saves = self.checkpoints.failed
+        skipped = {name: self.batches(name, rows, values) for name, report in self.record.policies.items() if report.skipped()}
+        said = self.share(lambda: self.driver.finish(step, values, self.record, skipped))
+        self.value, every = said["value"], self.config.checkpoint.every_steps
+        if last or said["stop"] or step == self.config.train.steps or (every and step % every == 0):
             self.save(step)
-        return stop
+        return said["stop"]
 
     def save(self, step: int) -> None:
         """A checkpoint of the run as it was after `step`; there is none of a run that has not done a step."""
         if step > 0:
-            self.checkpoints.save(step, self.policies, lambda: self.driver.state())
+            self.checkpoints.save(step, self.policies, lambda: self.driver.state(), value=self.value)
+
+    def give_up(self, trouble: str) -> NoReturn:
+        """End the run for `trouble`, once what was saved is written."""
+        try:
+            self.checkpoints.finish()
+        except CheckpointError as error:
+            trouble = f"{trouble}; and {error}"
+        raise RolloutError(trouble)
 
     @contextmanager
-    def timed(self, *names: str) -> Iterator[None]:
+    def timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.record.add_seconds(names, time.perf_counter() - start)
+        self.record.add_seconds(phase, time.perf_counter() - start)

@@ -5,8 +5,10 @@ The controller asks for `collect` until no engine had to be restarted, then for 
 
 from __future__ import annotations
 
+import json
+import math
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +18,14 @@ from drmas.config.schema import RunConfig
 from drmas.core.advantages import Advantages
 from drmas.envs.source import TaskSource
 from drmas.errors import DataError, EngineDied
+from drmas.policy.batch import PolicyBatch
 from drmas.rollout.collector import Collector
 from drmas.rollout.engine import Engine
-from drmas.runtime.record import StepRecord
+from drmas.runtime.record import PolicyReport, StepRecord
 from drmas.telemetry.console import Console
 from drmas.telemetry.episodes import write_episodes
-from drmas.telemetry.sinks import MetricsLog
+from drmas.telemetry.nvml import GpuSampler
+from drmas.telemetry.sinks import MetricsLog, replace_text
 from drmas.types import Episode, Task, rows_of
 
 
@@ -48,9 +52,16 @@ class Driver:
         run_dir: Path,
         metrics: MetricsLog,
         console: Console,
+        peaks: Mapping[str, float] | None = None,
+        gpus: GpuSampler | None = None,
     ) -> None:
+        """`peaks`: policy -> FLOP/s that its ranks' devices can do at most, for the share of it that training reaches.
+
+        `gpus` measures this host's.
+        """
         self.config, self.source, self.collector, self.engines = config, source, collector, engines
         self.tokenizers, self.run_dir, self.metrics, self.console = tokenizers, run_dir, metrics, console
+        self.peaks, self.gpus = dict(peaks or {}), gpus
         self.pending: Pending | None = None
         self.restarts = dict.fromkeys(engines, 0)
         self.stop_requested = False
@@ -87,19 +98,30 @@ class Driver:
             return {"fatal": str(error), "again": False}
         return {"fatal": None, "again": True}
 
-    def finish(self, step: int, values: Advantages, record: StepRecord) -> bool:
-        """Write the step's episodes, metrics and console line. True after the user's first Ctrl-C."""
+    def finish(
+        self, step: int, values: Advantages, record: StepRecord, skipped: Mapping[str, Sequence[PolicyBatch]]
+    ) -> dict[str, Any]:
+        """Write the step's episodes, metrics and console line, and the rows behind updates that were not applied.
+
+        `skipped` has the batches of the policies with such an update. Returns `stop`, true after the user's first Ctrl-C, and
+        `value`, the metric by which checkpoints are compared.
+        """
         pending, self.pending = self.pending, None
         episodes = self._episodes(pending)
         write_episodes(self.run_dir, step, episodes, self.tokenizers, values)
-        metrics = record.metrics(episodes, values, agents=list(self.collector.team.agents), retried=pending.retried)
+        agents = list(self.collector.team.agents)
+        metrics = record.metrics(episodes, values, agents=agents, retried=pending.retried, peaks=self.peaks)
         for name, engine in self.engines.items():
             metrics[f"engine/{name}/peak_memory_bytes"] = engine.stats()["peak_memory_bytes"]
+        if self.gpus is not None:
+            metrics |= self.gpus.take()
         self.metrics.write(step, metrics)
         self.console.step(step, self.config.train.steps, metrics)
+        for name, batches in skipped.items():
+            self._keep_skipped(step, name, record.policies[name], batches)
         if self.stop_requested and step < self.config.train.steps:
             self.console.note(f"stopped after step {step} of {self.config.train.steps}; --resume goes on from there")
-        return self.stop_requested
+        return {"stop": self.stop_requested, "value": metrics.get(self.config.checkpoint.best_metric)}
 
     def state(self) -> dict[str, Any]:
         """Where the task source stands before the step in progress, or now between steps."""
@@ -149,6 +171,18 @@ class Driver:
             fatal = f"all {len(episodes)} episodes of step {pending.step} failed; the first with {first.kind}: {first.message}"
         return {"fatal": fatal, "restarted": [], "rows": [row.to_dict() for row in rows]}
 
+    def _keep_skipped(self, step: int, name: str, report: PolicyReport, batches: Sequence[PolicyBatch]) -> None:
+        """The rows of a policy's updates that were not applied, one a line, with all that the update got."""
+        lines = [line for number in report.skipped() for line in batch_lines(batches[number], update=number)]
+        path = self.run_dir / "skipped" / f"step_{step}-{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        replace_text(path, "".join(lines))
+        norms = ", ".join(f"{report.updates[number].metrics['grad_norm']:g}" for number in report.skipped())
+        self.console.note(
+            f"step {step}: {len(report.skipped())} update(s) of policy {name!r} skipped, the gradient norm is {norms}; "
+            f"their rows are in {path}"
+        )
+
     def _episodes(self, pending: Pending) -> list[Episode]:
         return [pending.episodes[cell] for cell in sorted(pending.episodes)]
 
@@ -165,6 +199,24 @@ class Driver:
         self.restarts[name] += 1
         self.console.note(f"the engine of policy {name!r} died; starting it again ({self.restarts[name]} of {limit})")
         self.engines[name].start()
+
+
+def batch_lines(batch: PolicyBatch, **more: Any) -> Iterator[str]:
+    """One JSON object per row: ids, log-probs, versions, what the update weighs it with. What isn't finite is null."""
+    for row, advantage, weight, temperature in zip(
+        batch.rows, batch.advantages, batch.token_weights, batch.temperatures, strict=True
+    ):
+        numbers = {"advantage": advantage, "token_weight": weight, "temperature": temperature}
+        yield json.dumps(more | _finite(row.to_dict() | numbers), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """The same with null in the place of NaN and infinities, at any depth."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lost(episode: Episode) -> bool:

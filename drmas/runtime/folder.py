@@ -18,12 +18,15 @@ from drmas.errors import CheckpointError, ConfigError
 from drmas.telemetry.environment import write_environment
 
 FREE_TO_CHANGE = (
-    *("name", "output", "train.steps", "train.threads", "checkpoint", "telemetry", "reward.timeout_seconds", "reward.workers"),
-    *("rollout.max_concurrent_episodes", "rollout.episode_timeout_seconds"),
+    *("name", "output", "train.steps", "train.threads", "train.placement", "checkpoint", "telemetry"),
+    *("reward.timeout_seconds", "reward.workers", "rollout.max_concurrent_episodes", "rollout.episode_timeout_seconds"),
 )
 """Sections and keys that a resumed run may set anew; any other difference would make it another run. (Another number of
 threads, concurrent episodes or ranks, or another layout, may change the last bits of its sums.)"""
-FREE_OF_POLICIES = ("tensor_parallel", "sequence_parallel", "tokens_per_microbatch", "recompute")
+FREE_OF_POLICIES = (
+    *("num_ranks", "tensor_parallel", "sequence_parallel", "pipeline_parallel", "context_parallel"),
+    *("tokens_per_microbatch", "prefix_sharing", "recompute", "overlap", "offload_optimizer", "agent_grad_norm_every"),
+)
 FREE_OF_ENGINES = ("max_restarts", "start_timeout_seconds", "request_timeout_seconds", "gpu_memory_fraction", "threads")
 
 

@@ -1,30 +1,34 @@
-"""What a run will put where, with the arithmetic, before anything heavy starts: `--dry-run` prints it, and so does a start."""
+"""What a run will put where, with the arithmetic, before anything heavy starts: `--dry-run` prints it, and so does a start.
+
+`policy_ranks` is the one place that says which trainer ranks a policy has; the runtime builds its groups from it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from drmas.agents.team import TeamConfig
-from drmas.config.schema import PolicyConfig, RunConfig
+from drmas.config.schema import CriticConfig, PolicyConfig, RunConfig
 from drmas.core.advantages import AdvantageRule
-from drmas.errors import ConfigError
+from drmas.core.gae import GaeRule
+from drmas.core.stack import Stack
+from drmas.errors import ConfigError, ModelError
 from drmas.policy import host_platform
 from drmas.policy.architecture import read_architecture
+from drmas.policy.megatron_config import policy_stack
+from drmas.runtime import memory
+from drmas.runtime.models import resolve_model
 from drmas_kernels.backend import choose
-
-BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def check(config: RunConfig, team: TeamConfig, *, world: int) -> None:
-    """ConfigError for settings that don't fit together, which neither section can see alone."""
+    """ConfigError for settings that don't fit together, the machine or the `world` of trainer ranks. Opens no model."""
+    ranks = policy_ranks(config, world)
     for name, policy in config.policies.items():
-        if world % policy.tensor_parallel:
-            raise ConfigError(
-                f"policies.{name}.tensor_parallel is {policy.tensor_parallel}, but the job has {world} rank(s); "
-                "it must divide them (launchers/torchrun/single_node.sh starts more ranks)"
-            )
+        _stack(name, policy, len(ranks[name]))
     for name, agent in team.agents.items():
         room = config.policies[agent.policy].engine.max_model_tokens
         if agent.max_tokens >= room:
@@ -36,8 +40,104 @@ def check(config: RunConfig, team: TeamConfig, *, world: int) -> None:
             raise ConfigError("an agent can't be called failed: rollout/failed/KIND counts failed episodes")
 
 
+def policy_ranks(config: RunConfig, world: int) -> dict[str, list[int]]:
+    """The trainer ranks of every policy, by `train.placement`, in the configuration's order.
+
+    shared: all of them, for each. split: consecutive ones, each of one policy only, as many as `num_ranks` says or an equal
+    share of the rest. ConfigError: they don't add up to the `world`, or a policy's layout doesn't divide its ranks.
+
+    Example: two policies, split, world 3, the first with num_ranks 2: {"a": [0, 1], "b": [2]}
+    """
+    if config.train.placement == "shared":
+        ranks = {name: list(range(world)) for name in config.policies}
+    else:
+        ranks, first = {}, 0
+        for name, count in _split(config.policies, world).items():
+            ranks[name] = list(range(first, first + count))
+            first += count
+    for name, policy in config.policies.items():
+        sizes = (policy.tensor_parallel, policy.pipeline_parallel, policy.context_parallel)
+        if len(ranks[name]) % _product(policy):
+            own = "trainer rank(s)" if config.train.placement == "shared" else "rank(s) of its own (train.placement is split)"
+            raise ConfigError(
+                f"policies.{name}.tensor_parallel x pipeline_parallel x context_parallel is {' x '.join(map(str, sizes))} = "
+                f"{_product(policy)}; it must divide the policy's {len(ranks[name])} {own}: change the layout, or start more "
+                "ranks (launchers/torchrun/single_node.sh)"
+            )
+    return ranks
+
+
+def _product(policy: PolicyConfig) -> int:
+    return policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel
+
+
+def _split(policies: Mapping[str, PolicyConfig], world: int) -> dict[str, int]:
+    """How many ranks each policy has where none is shared."""
+    named = {name: policy.num_ranks for name, policy in policies.items() if policy.num_ranks is not None}
+    others = len(policies) - len(named)
+    rest = world - sum(named.values())
+    asked = ", ".join(f"policies.{name}.num_ranks {count}" for name, count in named.items()) or "no num_ranks"
+    if others == 0:
+        if rest:
+            raise ConfigError(
+                f"train.placement is split with {asked}: {world - rest} ranks in sum; the job has {world}, make them equal"
+            )
+        return named
+    share, uneven = divmod(rest, others)
+    if share < 1 or uneven:
+        raise ConfigError(
+            f"train.placement is split with {asked}: that leaves {rest} of the job's {world} rank(s) for {others} other "
+            "policies, which must get equal shares of at least one; set num_ranks of each, or start more ranks"
+        )
+    return {name: named.get(name, share) for name in policies}
+
+
+def _stack(name: str, policy: PolicyConfig, ranks: int) -> Stack:
+    replicas = ranks // (policy.tensor_parallel * policy.pipeline_parallel)
+    return policy_stack(name, policy, replicas=replicas)
+
+
+def notes(config: RunConfig, *, world: int) -> list[str]:
+    """Settings that have no effect in this run or on this machine, a sentence each."""
+    found = []
+    if not any(policy.trainable for policy in config.policies.values()):
+        found.append("no policy is trainable; the run samples and trains nothing")
+    for name, ranks in policy_ranks(config, world).items():
+        found += [f"policies.{name}.{key} has no effect: {why}" for key, why in _idle_keys(config, name, len(ranks))]
+    return found
+
+
+def _idle_keys(config: RunConfig, name: str, ranks: int) -> Iterator[tuple[str, str]]:
+    """Keys of a policy that are set and change nothing, and why."""
+    policy = config.policies[name]
+    stack = _stack(name, policy, ranks)
+    if policy.num_ranks is not None and config.train.placement == "shared":
+        yield "num_ranks", "train.placement is shared"
+    if policy.sequence_parallel and policy.tensor_parallel == 1:
+        yield "sequence_parallel", "tensor_parallel is 1"
+    if policy.freeze and not policy.trainable:
+        yield "freeze", "trainable is false"
+    for key, taken in (("prefix_sharing", stack.shares_prefixes), ("overlap", stack.overlap)):
+        if getattr(policy, key) and not taken and policy.trainable:
+            yield key, stack.reasons[key.replace("_", " ")].why
+    if policy.offload_optimizer and host_platform.is_host():
+        yield "offload_optimizer", "the trainer runs on a CPU"
+    if policy.reference is not None and not _measures_kl(config, policy):
+        yield "reference", "no loss.kl is set for a policy that is trained"
+    if policy.critic != CriticConfig() and not _has_critic(config, policy):
+        yield "critic", "only policies that are trained under advantage.preset ppo have one"
+
+
+def _measures_kl(config: RunConfig, policy: PolicyConfig) -> bool:
+    return policy.trainable and (policy.loss.kl or config.loss.kl) is not None
+
+
+def _has_critic(config: RunConfig, policy: PolicyConfig) -> bool:
+    return policy.trainable and config.advantage.preset == "ppo"
+
+
 def describe(
-    config: RunConfig, team: TeamConfig, rule: AdvantageRule, *, world: int, folders: Mapping[str, Path]
+    config: RunConfig, team: TeamConfig, rule: AdvantageRule | GaeRule, *, world: int, folders: Mapping[str, Path]
 ) -> dict[str, str]:
     """Label -> line. ModelError: a model of a family or shape that the trainer can't take in this layout."""
     rollout, agents = config.rollout, team.agents
@@ -46,11 +146,20 @@ def describe(
         "team": f"{config.team['name']}: " + ", ".join(f"{name} on {agent.policy}" for name, agent in agents.items()),
         "step": f"{rollout.tasks_per_step} tasks x {rollout.group_size} episodes = {episodes} episodes, "
         f"{config.train.updates_per_step} update(s) per policy",
-        "advantage": f"{config.advantage.preset}: mean over {rule.mean}, std over {rule.std}, weighting by {rule.weighting}",
+        "advantage": f"{config.advantage.preset}: {rule}",
     }
+    ranks = policy_ranks(config, world)
+    stacks = {name: str(_stack(name, policy, len(ranks[name]))) for name, policy in config.policies.items()}
+    parts = {name: _parts(config, team, name, ranks[name], folders[name]) for name in config.policies}
     for name, policy in config.policies.items():
-        read_architecture(folders[name]).check_tensor_parallel(policy.tensor_parallel, policy=name)
-        lines[f"policy {name}"] = _policy(policy, world, parameters(folders[name]))
+        lines[f"policy {name}"] = _policy(policy, ranks[name], parameters(folders[name]), parts[name])
+    for text in dict.fromkeys(stacks.values()):
+        alike = [name for name in stacks if stacks[name] == text]
+        lines["stack" if len(alike) == len(stacks) else f"stack {', '.join(alike)}"] = text
+    if len(config.policies) > 1:
+        together = {rank: [part for own in parts.values() for part in own.get(rank, [])] for rank in range(world)}
+        rank = memory.fullest(together)
+        lines["memory"] = f"rank {rank} holds the most: {memory.describe(memory.by_part(together[rank]))} and activations"
     try:
         kernel = choose("linear_policy_loss", host_platform.device())
     except ValueError as error:
@@ -59,29 +168,76 @@ def describe(
     return lines
 
 
-def _policy(policy: PolicyConfig, world: int, count: int) -> str:
-    tensor = policy.tensor_parallel
-    data = world // tensor
-    # parameters, an fp32 gradient buffer, and Adam's two moments (with an fp32 copy beside bf16) split over data-parallel ranks
-    own = BYTES[policy.dtype] + (4 + (8 + 4 * (policy.dtype != "float32")) / data if policy.trainable else 0)
-    engine = BYTES[policy.engine.dtype] * count / policy.engine.tensor_parallel + policy.engine.kv_cache_bytes
+def _policy(policy: PolicyConfig, ranks: list[int], count: int, parts: Mapping[int, list[memory.Part]]) -> str:
+    sizes = {"TP": policy.tensor_parallel, "PP": policy.pipeline_parallel, "CP": policy.context_parallel}
+    sizes["DP"] = len(ranks) // _product(policy)
+    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name in ("TP", "DP"))
+    places = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+    how = "" if policy.trainable else ", frozen"
+    how += f", LoRA of rank {policy.lora.rank}" if policy.lora else ""
+    fullest = memory.describe(memory.by_part(parts[memory.fullest(parts)]))
+    engine = memory.BYTES[policy.engine.dtype] * count / policy.engine.tensor_parallel + policy.engine.kv_cache_bytes
     return (
-        f"{policy.model}, {count / 1e6:.1f} M parameters; trainer TP {tensor} x DP {data}, {policy.dtype}, "
-        f"about {own * count / tensor / 2**30:.2f} GiB per rank and activations; "
-        f"engine {policy.engine.dtype}, about {engine / 2**30:.2f} GiB"
+        f"{policy.model}, {count / 1e6:.1f} M parameters; trainer {layout} on {places}, {policy.dtype}{how}, "
+        f"about {fullest} per rank and activations; engine {policy.engine.dtype}, about {engine / 2**30:.2f} GiB"
     )
+
+
+def _parts(config: RunConfig, team: TeamConfig, name: str, ranks: list[int], folder: Path) -> dict[int, list[memory.Part]]:
+    """What the policy, its reference and its critic hold on each of its ranks. ModelError: one of them can't be had so."""
+    policy = config.policies[name]
+    model = memory.Model(str(folder), read_architecture(folder), _frozen_share(folder, policy.freeze))
+    model.architecture.check_layout(policy, policy=name)
+    reference = critic = None
+    if _measures_kl(config, policy) and policy.lora is None:
+        reference = _companion(config, name, "reference", policy.reference, model)
+    if _has_critic(config, policy):
+        critic = _companion(config, name, "critic.model", policy.critic.model, model)
+    sharers = sum(agent.policy == name for agent in team.agents.values())
+    apart = sharers > 1 and policy.agent_grad_norm_every > 0
+    gpu = not host_platform.is_host()
+    places = {rank: memory.Share(policy, tuple(ranks), place) for place, rank in enumerate(ranks)}
+    return {
+        rank: list(memory.held(name, share, model, reference, critic, apart=apart, gpu=gpu)) for rank, share in places.items()
+    }
+
+
+def _companion(config: RunConfig, name: str, key: str, spec: str | None, model: memory.Model) -> memory.Model:
+    """The model beside a policy's own that reads the same tokens: `spec`, or the policy's own where unset."""
+    if spec is None:
+        return model
+    folder = resolve_model(spec, seed=config.seed).absolute()
+    architecture = read_architecture(folder)
+    architecture.check_layout(config.policies[name], policy=name)
+    if architecture.vocab != model.architecture.vocab:
+        raise ModelError(
+            f"policies.{name}.{key} is {spec}, with {architecture.vocab} words; it reads the policy's tokens and must have the "
+            f"{model.architecture.vocab} of policies.{name}.model"
+        )
+    return memory.Model(str(folder), architecture)
 
 
 def parameters(folder: Path) -> int:
     """How many numbers the folder's safetensors files hold, from their headers alone."""
-    total = 0
+    return sum(_tensors(folder).values())
+
+
+def _frozen_share(folder: Path, patterns: list[str]) -> float:
+    """The share of the folder's numbers that stand in tensors whose names match."""
+    sizes = _tensors(folder)
+    frozen = sum(size for name, size in sizes.items() if any(fnmatchcase(name, pattern) for pattern in patterns))
+    return frozen / max(1, sum(sizes.values()))
+
+
+def _tensors(folder: Path) -> dict[str, int]:
+    """Name -> how many numbers, of all the folder's safetensors files."""
+    sizes = {}
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         for name, entry in header.items():
             if name != "__metadata__":
-                size = 1
+                sizes[name] = 1
                 for extent in entry["shape"]:
-                    size *= extent
-                total += size
-    return total
+                    sizes[name] *= extent
+    return sizes

@@ -1,7 +1,8 @@
 """Set a run up, hand it to the controller, and clean up after it, whatever happens.
 
 `train` is what `drmas train` calls on every rank. What exists once (the run's folder, engines, grader, logs) is rank 0's; its
-errors reach every rank through `share`. Engines are children of rank 0 and die with it.
+errors reach every rank through `share`, those of a policy's ranks through `share.gather`. Engines are children of rank 0 and
+die with it.
 """
 
 from __future__ import annotations
@@ -9,20 +10,26 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from drmas.agents.team import TeamConfig, check_policies, load_team
 from drmas.config.schema import PolicyConfig, RunConfig
 from drmas.core.advantages import AdvantageRule, resolve
+from drmas.core.gae import GaeRule
 from drmas.envs.rewards import make_reward
 from drmas.envs.source import TaskSource
-from drmas.errors import ModelError
+from drmas.errors import CheckpointError, ModelError
+from drmas.policy import host_platform
 from drmas.policy.broadcast import Broadcast
-from drmas.policy.groups import Groups, destroy, init_distributed
-from drmas.policy.host_platform import set_threads
+from drmas.policy.critic import Critic
+from drmas.policy.groups import Groups, PolicyGroups, destroy, init_distributed
+from drmas.policy.peak import device_peak
+from drmas.policy.reference import Reference
 from drmas.policy.trainer import PolicyTrainer
 from drmas.rollout.collector import Collector
 from drmas.rollout.vllm_engine import VllmEngine
@@ -30,12 +37,15 @@ from drmas.runtime.controller import Controller
 from drmas.runtime.driver import Driver
 from drmas.runtime.folder import RunFolder
 from drmas.runtime.models import resolve_model
-from drmas.runtime.placement import check, describe
-from drmas.runtime.resume import Checkpoints, Share
+from drmas.runtime.placement import check, describe, notes, policy_ranks
+from drmas.runtime.resume import Checkpoints
 from drmas.runtime.warm_start import Teacher, warm_start
 from drmas.telemetry.console import Console
+from drmas.telemetry.nvml import GpuSampler, gpu_sampler
 from drmas.telemetry.report import write_report
 from drmas.telemetry.sinks import MetricsLog
+from drmas.telemetry.trace import Profile, Steps
+from drmas.weights.relay import relayed
 from drmas.weights.sync import WeightSync
 
 
@@ -48,6 +58,8 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, d
     if unused := check_policies(team, config.policies):
         console.note(f"no agent uses the policy {', '.join(unused)}; it costs memory and does nothing")
     check(config, team, world=world)
+    for note in notes(config, world=world):
+        console.note(note)
     if dry_run:
         TaskSource(config.data, seed=config.seed)
         console.start(describe(config, team, rule, world=world, folders=_folders(config)))
@@ -56,90 +68,172 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, d
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with ExitStack() as stack:
-        set_threads(config.train.threads or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        host_platform.set_threads(
+            config.train.threads or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        )
         init_distributed()
         stack.callback(destroy)
         folder = RunFolder(config)
         if rank == 0:
             stack.callback(folder.close)
-        Job(config, team, rule, Broadcast(), folder, console, stack).run(resume=resume, overwrite=overwrite, world=world)
+        Job(config, team, rule, Broadcast(), folder, console, stack, world=world).run(resume=resume, overwrite=overwrite)
     return folder.path
 
 
 class Job:
-    """One run's parts, in the order in which they come to life. Every rank has one; `source` and `driver` are rank 0's."""
+    """One run's parts, in the order in which they come to life. Every rank has one; `source` and `driver` are rank 0's.
+
+    `layouts` has a layout of every policy, None where this rank isn't one of its ranks; `policies` below are those that it is.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         team: TeamConfig,
-        rule: AdvantageRule,
-        share: Share,
+        rule: AdvantageRule | GaeRule,
+        share: Broadcast,
         folder: RunFolder,
         console: Console,
         stack: ExitStack,
+        *,
+        world: int,
     ) -> None:
-        self.config, self.team, self.rule, self.share = config, team, rule, share
+        self.config, self.team, self.rule, self.share, self.world = config, team, rule, share, world
         self.folder, self.console, self.stack = folder, console, stack
-        self.checkpoints = Checkpoints(folder.path, team, share, keep=config.checkpoint.keep)
+        keeping = config.checkpoint
+        self.checkpoints = Checkpoints(
+            folder.path,
+            team,
+            share,
+            keep=keeping.keep,
+            keep_best=keeping.keep_best,
+            asynchronous=keeping.asynchronous,
+            on_failure=console.note,
+        )
         self.groups = Groups()
+        self.ranks = policy_ranks(config, world)
+        self.layouts = {name: self.layout(policy, self.ranks[name]) for name, policy in config.policies.items()}
+        self.references: dict[Any, Reference] = {}
         self.source: TaskSource | None = None
         self.driver: Driver | None = None
+        self.gpus: GpuSampler | None = None
 
-    def run(self, *, resume: bool, overwrite: bool, world: int) -> None:
-        start = self.share(lambda: self.prepare(resume=resume, overwrite=overwrite, world=world))
+    def run(self, *, resume: bool, overwrite: bool) -> None:
+        start = self.share(lambda: self.prepare(resume=resume, overwrite=overwrite))
         state, folders = start["state"], {name: Path(path) for name, path in start["folders"].items()}
         if self.config.warm_start:
             folders = self.warm_start(folders)
-        policies = {name: self.policy(name, policy, folders[name]) for name, policy in self.config.policies.items()}
+        policies = self.build(self.config.policies, folders)
         first_step = 1
         if state:
             self.checkpoints.load(state["step"], policies)
             first_step = state["step"] + 1
             if first_step > self.config.train.steps:
                 self.console.note(f"the run is at step {state['step']} already; --train.steps N makes it longer")
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0 and (gpus := gpu_sampler()):  # one per host
+            self.gpus = self.stack.enter_context(gpus)
         self.share(lambda: self.start_driver(folders, state))
         controller = Controller(
             self.config,
             rule=self.rule,
             policies=policies,
             temperatures={name: agent.temperature for name, agent in self.team.agents.items()},
-            syncs={name: self.weight_sync(name, policy) for name, policy in policies.items()},
+            syncs={name: self.weight_sync(name, policies.get(name)) for name in self.config.policies},
             driver=self.driver,
             share=self.share,
             checkpoints=self.checkpoints,
             console=self.console,
+            profile=self.profile(),
         )
         controller.run(first_step)
         self.end(policies)
 
-    def prepare(self, *, resume: bool, overwrite: bool, world: int) -> dict[str, Any]:
+    def prepare(self, *, resume: bool, overwrite: bool) -> dict[str, Any]:
         """Everything that can be refused before anything heavy starts; writes the run's settings when all of it is sound."""
         self.folder.open(resume=resume, overwrite=overwrite)
         state = self.checkpoints.latest() if resume else None
         self.source = TaskSource(self.config.data, seed=self.config.seed)
         folders = _folders(self.config)
-        self.console.start(describe(self.config, self.team, self.rule, world=world, folders=folders))
+        self.console.start(describe(self.config, self.team, self.rule, world=self.world, folders=folders))
         if resume and state is None:
             self.console.note("no checkpoint yet; starting at step 1")
         self.folder.settle()
         return {"state": state, "folders": {name: str(path) for name, path in folders.items()}}
 
-    def policy(self, name: str, config: PolicyConfig, folder: Path, *, steps: int | None = None) -> PolicyTrainer:
+    def layout(self, policy: PolicyConfig, ranks: Sequence[int]) -> PolicyGroups | None:
+        sizes = {"tp": policy.tensor_parallel, "pp": policy.pipeline_parallel, "cp": policy.context_parallel}
+        return self.groups.layout(**sizes, ranks=ranks)
+
+    def build(
+        self, configs: Mapping[str, PolicyConfig], folders: Mapping[str, Path], *, steps: int | None = None
+    ) -> dict[str, PolicyTrainer]:
+        """The policies that this rank holds. An error on the ranks of one ends the run on all."""
+        policies: dict[str, PolicyTrainer] = {}
+
+        def make() -> None:
+            for name, config in configs.items():
+                if self.layouts[name] is not None:
+                    policies[name] = self.policy(name, config, folders[name], steps=steps)
+
+        self.share.gather(make)
+        return policies
+
+    def policy(self, name: str, config: PolicyConfig, folder: Path, *, steps: int | None) -> PolicyTrainer:
+        total_steps = steps or self.config.train.steps * self.config.train.updates_per_step
         return PolicyTrainer(
             name,
             config,
             model_path=folder,
-            groups=self.groups,
+            layout=self.layouts[name],
             seed=self.config.seed,
-            total_steps=steps or self.config.train.steps * self.config.train.updates_per_step,
+            total_steps=total_steps,
             agents=[agent for agent, settings in self.team.agents.items() if settings.policy == name],
             loss=self.config.loss,
+            reference=self.reference(name, config, folder) if steps is None else None,
+            critic=self.critic(name, config, folder, total_steps) if steps is None else None,
         )
 
-    def weight_sync(self, name: str, policy: PolicyTrainer) -> WeightSync:
+    def critic(self, name: str, config: PolicyConfig, folder: Path, total_steps: int) -> Critic | None:
+        """The policy's critic, where advantages come from one."""
+        if not config.trainable or isinstance(self.rule, AdvantageRule):
+            return None
+        model = resolve_model(config.critic.model, seed=self.config.seed).absolute() if config.critic.model else folder
+        layout, seed = self.layouts[name], self.config.seed
+        return Critic(name, config, model_path=model, layout=layout, seed=seed, total_steps=total_steps)
+
+    def reference(self, name: str, config: PolicyConfig, folder: Path) -> Reference | None:
+        """The frozen model that the policy's KL term measures from, where it needs one; equal ones are loaded once."""
+        if not config.trainable or config.lora is not None or (config.loss.kl or self.config.loss.kl) is None:
+            return None
+        model = resolve_model(config.reference, seed=self.config.seed).absolute() if config.reference else folder
+        layout = self.layouts[name]
+        key = (model, config.dtype, layout.ranks, *layout.sizes().values())
+        if key not in self.references:
+            self.references[key] = Reference(name, config, model_path=model, layout=layout)
+        return self.references[key]
+
+    def profile(self) -> Profile:
+        """Traces the steps that `telemetry.profile` asks for, on every rank; closed when the run ends, however it ends."""
+        steps = self.config.telemetry.profile
+        cuda = {} if host_platform.is_host() else {"nvtx": torch.cuda.nvtx, "wait": torch.cuda.synchronize}
+        profile = Profile(
+            Steps.parse(steps) if steps else None,
+            self.folder.path / "profile",
+            rank=int(os.environ.get("RANK", 0)),
+            num_ranks=self.world,
+            **cuda,
+        )
+        self.stack.callback(profile.close)
+        return profile
+
+    def weight_sync(self, name: str, policy: PolicyTrainer | None) -> WeightSync:
+        """Every rank has one of every policy; where rank 0 isn't one of its ranks, its first rank hands the weights over."""
         engine = self.driver.engines[name] if self.driver else None
-        sync = WeightSync(engine, policy.weight_source(), is_sender=self.driver is not None)
+        leader = self.ranks[name][0]
+        pair = self.groups.get([0, leader], lane="relay") if 0 not in self.ranks[name] else None
+        source = relayed(policy and policy.sync_source(), pair, device=host_platform.device())
+        adapters = self.config.policies[name].syncs_adapters
+        sync = WeightSync(engine, source, is_sender=self.driver is not None, adapters=adapters)
         self.stack.callback(sync.close)
         return sync
 
@@ -151,10 +245,8 @@ class Job:
         if not self.share(lambda: all((target / "config.json").is_file() for target in targets.values())):
             self.console.note(f"warm start: {warm.steps} supervised steps of {warm.batch_size} demonstrations")
             schedule = {"lr": warm.lr, "lr_schedule": "cosine", "lr_warmup_steps": warm.steps // 20, "lr_min": warm.lr / 10}
-            policies = {
-                name: self.policy(name, policy.model_copy(update=schedule), folders[name], steps=warm.steps)
-                for name, policy in trained.items()
-            }
+            configs = {name: policy.model_copy(update=schedule) for name, policy in trained.items()}
+            policies = self.build(configs, folders, steps=warm.steps)
             with ExitStack() as stack:
                 teacher = Teacher(self.config, self.team, _tokenizers(folders), stack) if self.source else None
                 with self.console.progress("warm start", warm.steps) as advance:
@@ -177,6 +269,7 @@ class Job:
                 log_dir=self.folder.path / "logs",
                 seed=config.seed,
                 deterministic=config.rollout.deterministic,
+                lora=policy.lora if policy.syncs_adapters else None,
             )
             self.stack.callback(engines[name].close)
             engines[name].start()
@@ -194,20 +287,40 @@ class Job:
             run_dir=self.folder.path,
             metrics=metrics,
             console=self.console,
+            gpus=self.gpus,
+            peaks={
+                name: device_peak(config.policies[name]).flops_per_second * len(ranks) for name, ranks in self.ranks.items()
+            },
         )
         self.driver.handle_interrupts()
 
     def end(self, policies: Mapping[str, PolicyTrainer]) -> None:
-        """Export, report, and say where everything is."""
-        folder = self.folder.path
+        """Export, report, and say where everything is. CheckpointError: the run's end isn't saved, or can't be exported."""
+        folder, troubles = self.folder.path, []
         places = {"metrics": folder / "metrics.jsonl"}
+        try:
+            self.checkpoints.finish()
+        except CheckpointError as error:
+            troubles.append(str(error))
         if self.config.checkpoint.export:
-            for name, policy in policies.items():
-                policy.export(folder / "export" / name)
-                places[f"model {name}"] = folder / "export" / name
+            try:
+                self.share.gather(lambda: self.export(policies))
+                places |= {f"model {name}": folder / "export" / name for name in self.config.policies}
+            except CheckpointError as error:
+                troubles.append(str(error))
         if self.driver and self.config.telemetry.report:
             places["report"] = write_report(folder)
         self.console.end(places)
+        if troubles:
+            raise CheckpointError("; ".join(troubles))
+
+    def export(self, policies: Mapping[str, PolicyTrainer]) -> None:
+        for name, policy in policies.items():
+            target = self.folder.path / "export" / name
+            try:
+                policy.export(target)
+            except OSError as error:
+                raise CheckpointError(f"{target} can't be written: {error}") from error
 
 
 def _folders(config: RunConfig) -> dict[str, Path]:

@@ -18,10 +18,11 @@ from drmas.core.batching import token_weights
 from drmas.envs.rewards import make_reward
 from drmas.envs.source import TaskSource
 from drmas.envs.sums import demonstrate
-from drmas.policy.trainer import PolicyBatch, PolicyTrainer
+from drmas.policy.batch import PolicyBatch
+from drmas.policy.broadcast import Broadcast
+from drmas.policy.trainer import PolicyTrainer
 from drmas.rollout.collector import Collector
 from drmas.rollout.scripted import ScriptedEngine
-from drmas.runtime.resume import Share
 from drmas.types import Row, rows_of
 
 
@@ -50,20 +51,28 @@ def warm_start(
     config: WarmStartConfig,
     policies: Mapping[str, PolicyTrainer],
     teacher: Teacher | None,
-    share: Share,
+    share: Broadcast,
     folders: Mapping[str, Path],
     *,
     on_step: Callable[[], None],
 ) -> None:
-    """Train every policy on the teacher's demonstrations and export it to its folder. Collective over the ranks."""
-    for step in range(1, config.steps + 1):
-        rows = [Row(**row) for row in share(lambda at=step: teacher.batch(at))]
+    """Train every policy on the teacher's demonstrations and export it to its folder. Collective over the ranks; `policies` are
+    those that this rank holds."""
+
+    def update(rows: list[Row]) -> None:
         for name, policy in policies.items():
             if mine := [row for row in rows if row.policy == name]:
                 policy.update(demonstrations(mine))
+
+    def export() -> None:
+        for name, policy in policies.items():
+            policy.export(folders[name])
+
+    for step in range(1, config.steps + 1):
+        rows = [Row(**row) for row in share(lambda at=step: teacher.batch(at))]
+        share.gather(lambda rows=rows: update(rows))
         on_step()
-    for name, policy in policies.items():
-        policy.export(folders[name])
+    share.gather(export)
 
 
 def demonstrations(rows: list[Row]) -> PolicyBatch:

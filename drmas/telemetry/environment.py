@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 FILE = "environment.json"
@@ -19,6 +20,11 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def installed(*modules: str) -> dict[str, bool]:
+    """Which top-level modules can be found, without importing any."""
+    return {name: find_spec(name) is not None for name in modules}
 
 
 def environment() -> dict[str, str]:

@@ -141,6 +141,7 @@ def charts(steps: Sequence[Metrics]) -> list[str]:
         ("Inflation factor", "factor", per(agents, lambda name: f"advantage/{name}/inflation_factor"), 1.0),
         ("Advantage", "root mean square", per(agents, lambda name: f"rollout/{name}/advantage_rms"), None),
         ("Gradient norm", "norm", per(policies, lambda name: f"train/{name}/grad_norm"), None),
+        ("Gradient norm by agent", "norm", trained("grad_norm"), None),
         ("Entropy", "nats per token", trained("entropy"), None),
         ("KL to the sampling policy", "nats per token (k3)", trained("kl_k3"), None),
         ("Clipped above", "share of tokens", trained("clip_high_share"), None),

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Name the worker's and the trainer's side of "drmas-gloo" in vLLM's factories; harmless when repeated."""
+    """Name the workers' and the trainer's sides of "drmas-gloo" in vLLM's factories; harmless when repeated."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
+    from drmas.core import adapters
     from drmas.weights.wire import BACKEND
 
-    for factory, module, name in (
-        (WeightTransferEngineFactory, "drmas.weights.worker", "GlooWorker"),
-        (WeightTransferTrainerFactory, "drmas.weights.sender", "GlooTrainer"),
+    for factory, backend, module, name in (
+        (WeightTransferEngineFactory, BACKEND, "drmas.weights.worker", "GlooWorker"),
+        (WeightTransferEngineFactory, adapters.BACKEND, "drmas.weights.adapters", "AdapterWorker"),
+        (WeightTransferTrainerFactory, BACKEND, "drmas.weights.sender", "GlooTrainer"),
     ):
-        if BACKEND not in factory._registry:
-            factory.register_engine(BACKEND, module, name)
+        if backend not in factory._registry:
+            factory.register_engine(backend, module, name)

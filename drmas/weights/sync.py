@@ -62,10 +62,13 @@ class WeightSync:
         source: Source,
         *,
         is_sender: bool,
+        adapters: bool = False,
         timeout_seconds: float = 60.0,
         bucket_bytes: int = 64 * 2**20,
     ) -> None:
+        """`adapters`: the source gives adapters, for an engine that takes these. They travel over gloo on a GPU, too."""
         self.version = 0
+        self._nccl = torch.cuda.is_available() and not adapters
         self._engine = engine if is_sender else None
         self._source = CheckedSource(source)
         self._timeout_seconds, self._bucket_bytes = timeout_seconds, bucket_bytes
@@ -85,7 +88,7 @@ class WeightSync:
             if self._engine is not None:
                 sent = self._send(self._engine, version)
         finally:
-            self._source.settle(2 if _nccl() else 1)
+            self._source.settle(2 if self._nccl else 1)
         self.version = version
         return SyncResult(time.perf_counter() - started, sent)
 
@@ -136,7 +139,7 @@ class WeightSync:
         if self._client is None or self._client.client is not client:
             self._connect(client)
         self._client.version = version
-        if _nccl():  # its collectives can't be told to stop, so a tensor that isn't finite must be found beforehand
+        if self._nccl:  # its collectives can't be told to stop, so a tensor that isn't finite must be found beforehand
             for _ in self._source:
                 pass
         self._trainer.send_weights()
@@ -147,7 +150,7 @@ class WeightSync:
         self.close()
         versioned = _VersionedClient(client)
         world_size = 1 + client.num_workers
-        if _nccl():
+        if self._nccl:
             from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -207,7 +210,3 @@ def _go_back(engine: SyncedEngine) -> str:
     if not engine.alive:
         raise EngineDied("the engine died during a weight update")
     return obstacle
-
-
-def _nccl() -> bool:
-    return torch.cuda.is_available()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -50,9 +52,7 @@ class GlooWorker(WeightTransferEngine[GlooInit, GlooUpdate]):
         try:
             received = self._receive(update_info)
             arrived = time.perf_counter()
-            while received:
-                bucket, buffer = received.pop(0)
-                self.model.load_weights([(slot.name, slot.view(buffer)) for slot in bucket.slots])
+            self._load(received)
         except Exception:
             self.abort()
             raise
@@ -69,6 +69,16 @@ class GlooWorker(WeightTransferEngine[GlooInit, GlooUpdate]):
         if self._group is not None:
             self._group.close()
             self._group = None
+
+    def _check(self, tensors: Iterable[reload.Described]) -> None:
+        """ValueError: the update doesn't fit the model."""
+        reload.check(self.model, self.model_config, tensors)
+
+    def _load(self, received: list[tuple[Bucket, torch.Tensor]]) -> None:
+        """Take over what arrived whole; buffers are given back one by one."""
+        while received:
+            bucket, buffer = received.pop(0)
+            self.model.load_weights([(slot.name, slot.view(buffer)) for slot in bucket.slots])
 
     def _receive(self, update: GlooUpdate) -> list[tuple[Bucket, torch.Tensor]]:
         if self._group is None:
@@ -98,7 +108,7 @@ class GlooWorker(WeightTransferEngine[GlooInit, GlooUpdate]):
     def _fault(self, buckets: list[Bucket]) -> ValueError | None:
         slots = (slot for bucket in buckets for slot in bucket.slots)
         try:
-            reload.check(self.model, self.model_config, ((slot.name, slot.dtype, slot.shape) for slot in slots))
+            self._check((slot.name, slot.dtype, slot.shape) for slot in slots)
         except ValueError as error:
             return error
         return None
@@ -113,6 +123,17 @@ class WorkerExtension:
         if self._weight_update_active:
             self._weight_update_active = False
             with set_current_vllm_config(self.vllm_config):
-                transfer.whole = reload.abort(transfer.model, transfer.model_config) and getattr(transfer, "whole", True)
+                if isinstance(transfer, GlooWorker):
+                    transfer.abort()
+                else:
+                    transfer.whole = reload.abort(transfer.model, transfer.model_config) and getattr(transfer, "whole", True)
             transfer.reset_weight_update_target()
         return getattr(transfer, "whole", False)  # a stock backend that failed by itself doesn't say what it left behind
+
+    def open_adapters(self, config: dict[str, Any]) -> None:
+        """Expect adapters of PEFT's `config` from now on; until the first update they are zero."""
+        self.weight_transfer_engine.open(self.model_runner.lora_manager, config)
+
+    def install_adapter(self) -> None:
+        """Compute with the adapters of the last update that was finished; vLLM drops them at the end of one."""
+        self.weight_transfer_engine.install()

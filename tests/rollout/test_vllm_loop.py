@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from drmas.rollout.vllm_loop import EngineLoop
 
@@ -15,13 +16,15 @@ class FakeEngine:
     def __init__(self) -> None:
         self.steps_left: dict[str, int] = {}
         self.admitted: list[list[int]] = []
+        self.adapters: list[LoRARequest | None] = []
         self.calls: list[str] = []
         self.whole = [True]
         self.version = ""
 
-    def add_request(self, number, prompt, params):
+    def add_request(self, number, prompt, params, lora_request):
         if params.max_tokens == 13:
             raise ValueError("thirteen")
+        self.adapters.append(lora_request)
         self.admitted.append(prompt["prompt_token_ids"])
         self.steps_left[number] = len(prompt["prompt_token_ids"])
 
@@ -78,9 +81,9 @@ def request(number: int, key: str, length: int, max_tokens: int = 4) -> dict:
     return {"do": "generate", "id": number, "key": key, "prompt": [number] * length, **sampling}
 
 
-def run(messages, *, deterministic=True):
+def run(messages, *, deterministic=True, adapter=None):
     engine, channel = FakeEngine(), FakeChannel(messages)
-    EngineLoop(engine, channel, deterministic=deterministic, version=7).run()
+    EngineLoop(engine, channel, deterministic=deterministic, version=7, adapter=adapter).run()
     return engine, channel.sent
 
 
@@ -164,3 +167,18 @@ def test_trap_4_after_an_abort_only_whole_weights_may_run(whole):
     assert channel.sent[2] == {"id": 3, "result": all(whole)}
     assert ("error" in channel.sent[3]) == (not all(whole))
     assert "error" not in channel.sent[7]
+
+
+def test_adapters_keep_one_number_and_a_name_of_their_version():
+    update = [
+        control(2, "pause"),
+        control(3, "start_weight_update"),
+        control(4, "finish_weight_update", "8"),
+        control(5, "resume"),
+    ]
+    messages = [request(1, "a", 1), {"do": "advance", "id": 6}, *update, request(7, "b", 1), {"do": "advance", "id": 8}]
+    engine, _ = run(messages, adapter={"r": 4})
+    assert engine.calls == ["open_adapters", "reset", "start_weight_update", "finish_weight_update", "install_adapter"]
+    assert [(each.lora_int_id, each.lora_name) for each in engine.adapters] == [(1, "version 7"), (1, "version 8")]
+    engine, _ = run(messages)
+    assert engine.adapters == [None, None]

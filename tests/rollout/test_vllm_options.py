@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import pytest
+from vllm.config.lora import MaxLoRARanks
 
 from drmas.errors import EngineStartError
 from drmas.rollout.vllm_options import ALLOWED, DEFAULTS, OWN_KEYS, check_options
-from drmas.rollout.vllm_process import engine_arguments
+from drmas.rollout.vllm_process import ADAPTER_RANKS, adapter_arguments, engine_arguments
 
 
 @pytest.mark.parametrize(
@@ -56,3 +58,9 @@ def test_every_name_is_one_of_vllms():
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     assert known >= ALLOWED | OWN_KEYS.keys() | DEFAULTS
     assert not ALLOWED & OWN_KEYS.keys()
+    assert known >= adapter_arguments(4).keys()
+
+
+def test_adapters_get_the_least_room_that_vllm_has_for_their_rank():
+    assert get_args(MaxLoRARanks) == ADAPTER_RANKS
+    assert [adapter_arguments(rank)["max_lora_rank"] for rank in (1, 4, 8, 9, 512, 513)] == [1, 8, 8, 16, 512, 513]

@@ -12,7 +12,7 @@ from drmas.errors import EngineDied, EngineError, EngineTimeout, SyncError
 from drmas.rollout.collector import Collector
 from drmas.rollout.scripted import ScriptedEngine
 from drmas.runtime.driver import Driver
-from drmas.runtime.record import StepRecord
+from drmas.runtime.record import PolicyReport, StepRecord
 from drmas.telemetry.console import Console
 from drmas.telemetry.episodes import read_episodes
 from drmas.telemetry.sinks import MetricsLog, read_metrics
@@ -66,12 +66,13 @@ def test_a_step_without_trouble(make, tmp_path) -> None:
     assert (message["fatal"], message["restarted"]) == (None, [])
     assert [row["reward"] for row in message["rows"]] == [1.0] * 8  # four episodes, each solver then verifier
     values = advantages([SimpleNamespace(**row) for row in message["rows"]], resolve("dr-mas"))
-    record = StepRecord(versions={"main": 4})
-    assert driver.finish(1, values, record) is False
+    record = StepRecord(policies={"main": PolicyReport(version=4)}, failed_saves=2)
+    assert driver.finish(1, values, record, {}) == {"stop": False, "value": 1.0}
     (metrics,) = read_metrics(tmp_path)
     assert metrics["reward/mean"] == 1.0
     assert metrics["rollout/solver/rows"] == metrics["rollout/verifier/rows"] == 4
     assert metrics["sync/main/version"] == 4
+    assert metrics["checkpoint/failed"] == 2
     assert metrics["rollout/retried"] == 0
     assert len(read_episodes(tmp_path, 1)) == 4
 

@@ -116,6 +116,7 @@ def test_resume_of_nothing_or_with_overwrite_is_refused(config) -> None:
         ({"policies": {"main": {"lr": 1.0}}}, "policies.main.lr is 1.0"),
         ({"policies": {"main": {"engine": {"max_restarts": 9}}}}, None),
         ({"policies": {"main": {"tensor_parallel": 2, "tokens_per_microbatch": 99}}}, None),
+        ({"policies": {"main": {"pipeline_parallel": 2, "num_ranks": 2}}, "train": {"placement": "split"}}, None),
         ({"policies": {"main": {"engine": {"tensor_parallel": 2}}}}, "policies.main.engine.tensor_parallel is 2"),
         ({"policies": {"main": {"engine": {"max_model_tokens": 99}}}}, "policies.main.engine.max_model_tokens is 99"),
         ({"policies": {"main": {"lr_schedule": "cosine"}}, "train": {"steps": 99}}, "policies.main.lr_schedule is 'cosine'"),

@@ -1,0 +1,276 @@
+"""One update step beside plain transformers, in one run: `python bench/end_to_end.py [--recipe NAME] [--where]`.
+
+Every side makes the same update of the recipe's first policy (forward, backward, clipping, AdamW) on the batch of one step of
+the recipe: its own tasks, prompts and team, answered by a script. Rows, weights and token budget per microbatch are the same:
+
+    drmas              PolicyTrainer.update, as the recipe has it
+    drmas, unshared    the same without prefix sharing
+    transformers       rows packed end to end with their positions, the loss from whole logits, torch's fused AdamW
+    transformers, kept the same, with logits of the response tokens only (`logits_to_keep`)
+
+Each side is a process of its own; they take turns, step by step, and the best step of each counts: compare ratios, not
+seconds. Peak memory is the process's high-water mark (VmHWM) over the measured steps, weights and optimiser included. tokens/s
+counts the tokens that a step reads, prompts too, however they were computed. `--where` prints what a step's time goes to, by
+operator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+import torch
+
+from drmas.agents.team import load_team
+from drmas.config.load import load
+from drmas.config.schema import PolicyConfig, RewardConfig, RolloutConfig, RunConfig
+from drmas.core.batching import plan_microbatches, token_weights
+from drmas.envs.rewards import make_reward
+from drmas.envs.source import TaskSource
+from drmas.policy.host_platform import set_threads
+from drmas.rollout.collector import Collector
+from drmas.rollout.scripted import ScriptedEngine
+from drmas.runtime.models import resolve_model
+from drmas.types import Row, rows_of
+
+SIDES = ("drmas", "drmas, unshared", "transformers", "transformers, kept")
+Step = Callable[[], float]
+
+
+def rows_of_a_step(config: RunConfig, name: str, folder: Path) -> list[Row]:
+    """The policy's rows of one step of the recipe. Answers are a sentence of the lengths that the model's own had."""
+    from transformers import AutoTokenizer
+
+    team, tokenizer = load_team(config.team), AutoTokenizer.from_pretrained(folder)
+
+    def answer(prompt: str, key: str) -> str:
+        number = sum(map(ord, key)) % 90
+        verdict = ("yes", "no")[number % 2]
+        return verdict if "yes or no" in prompt else f"The sum of the two numbers that you gave is {number}, I think."
+
+    with ExitStack() as stack:
+        reward = make_reward(RewardConfig(type="exact"))
+        stack.callback(reward.close)
+        rollout = RolloutConfig(**config.rollout.model_dump())
+        engines = {policy: ScriptedEngine(tokenizer, answer) for policy in config.policies}
+        collector = Collector(team, engines, dict.fromkeys(engines, tokenizer), reward, rollout, seed=config.seed)
+        tasks = TaskSource(config.data, seed=config.seed).take(config.rollout.tasks_per_step)
+        rows = rows_of(collector.collect(tasks, step=1))
+    return [row for row in rows if row.policy == name and row.status == "ok"]
+
+
+def ours(config: RunConfig, name: str, folder: Path, *, sharing: bool) -> Step:
+    from drmas.policy.batch import PolicyBatch
+    from drmas.policy.groups import Groups, init_distributed
+    from drmas.policy.trainer import PolicyTrainer
+
+    init_distributed()
+    policy = config.policies[name].model_copy(update={"prefix_sharing": sharing})
+    rows = rows_of_a_step(config, name, folder)
+    trainer = PolicyTrainer(
+        name,
+        policy,
+        model_path=folder,
+        layout=Groups().layout(),
+        seed=0,
+        total_steps=1000,
+        agents=list(dict.fromkeys(row.agent for row in rows)),
+        loss=config.loss,
+    )
+    weights = token_weights(rows, "token")
+    batch = PolicyBatch(rows, advantages_of(rows), weights, [1.0] * len(rows), on_policy=True)
+    return lambda: trainer.update(batch).metrics["loss"]
+
+
+def plain(config: RunConfig, name: str, folder: Path, *, keep: bool) -> Step:
+    from transformers import AutoModelForCausalLM
+
+    policy = config.policies[name]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, policy.dtype), attn_implementation="sdpa")
+    betas = (policy.adam_beta1, policy.adam_beta2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=policy.lr, betas=betas, weight_decay=policy.weight_decay, fused=True)
+    rows = rows_of_a_step(config, name, folder)
+    weights, advantages = token_weights(rows, "token"), advantages_of(rows)
+    microbatches = [packed(rows, share, weights, advantages) for share in plan(rows, policy)]
+
+    def step() -> float:
+        total = 0.0
+        for ids, positions, source, target, factor in microbatches:
+            if keep:
+                logits = model(ids, position_ids=positions, logits_to_keep=source, use_cache=False).logits[0]
+            else:
+                logits = model(ids, position_ids=positions, use_cache=False).logits[0, source]
+            logprob = -torch.nn.functional.cross_entropy(logits.float(), target, reduction="none")
+            ratio = (logprob - logprob.detach()).exp()
+            clipped = ratio.clamp(1 - config.loss.clip_low, 1 + config.loss.clip_high)
+            loss = torch.maximum(-factor * ratio, -factor * clipped).sum()
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), policy.clip_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
+def advantages_of(rows: list[Row]) -> list[float]:
+    return [1.0 if i % 2 else -0.5 for i in range(len(rows))]
+
+
+def plan(rows: list[Row], policy: PolicyConfig) -> list[list[int]]:
+    from drmas.core.batching import TokenCost
+
+    budget = policy.tokens_per_microbatch
+    return plan_microbatches(rows, budget=budget, num_ranks=1, cost=TokenCost(1, 0, 0), share_prefixes=False)[0]
+
+
+def packed(rows: list[Row], share: list[int], weights: list[float], advantages: list[float]) -> tuple[torch.Tensor, ...]:
+    ids, positions, source, target, factor = [], [], [], [], []
+    for i in share:
+        row = rows[i]
+        own = [*row.prompt_ids, *row.response_ids[:-1]]
+        source += range(len(ids) + len(row.prompt_ids) - 1, len(ids) + len(own))
+        ids += own
+        positions += range(len(own))
+        target += row.response_ids
+        factor += [weights[i] * advantages[i]] * len(row.response_ids)
+    return (
+        torch.tensor([ids]),
+        torch.tensor([positions]),
+        torch.tensor(source),
+        torch.tensor(target),
+        torch.tensor(factor),
+    )
+
+
+def child(side: str, config: RunConfig, threads: int, where: bool) -> None:
+    """Make a step, then one for every line that comes in; answer with seconds, the loss and the peak so far."""
+    set_threads(threads)
+    name = next(iter(config.policies))
+    folder = resolve_model(config.policies[name].model)
+    make = ours if side.startswith("drmas") else plain
+    option = {"sharing": side == "drmas"} if make is ours else {"keep": side.endswith("kept")}
+    step = make(config, name, folder, **option)
+    step()
+    Path("/proc/self/clear_refs").write_text("5")
+    print(json.dumps({"tokens": sum(row.num_tokens for row in rows_of_a_step(config, name, folder))}), flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        loss = step()
+        seconds = time.perf_counter() - start
+        print(json.dumps({"seconds": seconds, "loss": loss, "peak": high_water_mark()}), flush=True)
+    if where:
+        print(json.dumps(operators(step)), flush=True)
+
+
+def high_water_mark() -> int:
+    """Bytes: the most that this process held since it was last reset."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def operators(step: Step) -> list[tuple[str, float, int]]:
+    """(operator, its own milliseconds, calls) of one step, the costly ones first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    return [(event.key, event.self_cpu_time_total / 1e3, event.count) for event in events]
+
+
+def spawn(side: str, args: argparse.Namespace) -> subprocess.Popen:
+    command = [sys.executable, __file__, "--recipe", args.recipe, "--threads", str(args.threads), "--side", side]
+    command += ["--where"] * args.where + args.overrides
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Per side: tokens, best seconds, loss of the first measured step, peak bytes, operators."""
+    found: dict[str, Any] = {}
+    sides = {side: spawn(side, args) for side in SIDES if side in (args.sides or SIDES)}
+    try:
+        for side, process in sides.items():
+            found[side] = read(process) | {"seconds": float("inf")}
+        for repeat in range(args.repeats):
+            for side, process in sides.items():
+                process.stdin.write("step\n")
+                process.stdin.flush()
+                message = read(process)
+                found[side]["seconds"] = min(found[side]["seconds"], message["seconds"])
+                found[side]["peak"] = message["peak"]
+                if repeat == 0:
+                    found[side]["loss"] = message["loss"]
+        for side, process in sides.items():
+            process.stdin.close()
+            if args.where:
+                found[side]["operators"] = read(process)
+    finally:
+        for process in sides.values():
+            process.kill()
+    return found
+
+
+def read(process: subprocess.Popen) -> Any:
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit(f"a side ended early: {' '.join(process.args)}")
+    return json.loads(line)
+
+
+def check_agreement(found: dict[str, Any]) -> None:
+    """All sides do the same work, so they lose the same, within what two updates' rounding makes of it."""
+    losses = {side: values["loss"] for side, values in found.items()}
+    first = next(iter(losses.values()))
+    if any(abs(loss - first) > 0.01 * abs(first) + 1e-4 for loss in losses.values()):
+        raise SystemExit(f"the sides don't agree about the loss: {losses}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="quickstart", help="a packaged recipe or a file; its first policy is trained")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--where", action="store_true", help="print the costliest operators of each side's step")
+    parser.add_argument("--sides", action="append", choices=SIDES, help="measure these only; several times")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    args, args.overrides = parser.parse_known_args()
+    config = load(args.recipe, args.overrides)
+    if args.side:
+        child(args.side, config, args.threads, args.where)
+        return
+    found = measure(args)
+    check_agreement(found)
+    policy = next(iter(config.policies.values()))
+    machine = platform.processor() or platform.machine()
+    print(f"{args.recipe}: {policy.model}, {policy.dtype}, {args.threads} threads, {machine}, {date.today()}")
+    base = found.get("transformers")
+    for side, values in found.items():
+        rate, ratios = values["tokens"] / values["seconds"], ""
+        if base:
+            speed, memory = base["seconds"] / values["seconds"], values["peak"] / base["peak"]
+            ratios = f"   tokens/s x {speed:.2f}   peak x {memory:.2f}"
+        print(f"{side:20} {values['seconds']:7.2f} s   {rate:6.0f} tokens/s   {values['peak'] / 2**30:5.2f} GiB{ratios}")
+    if args.where:
+        for side, values in found.items():
+            total = sum(own for _, own, _ in values["operators"])
+            print(f"\n{side}: where a step's time goes ({total:.0f} ms under the profiler)")
+            for key, own, calls in values["operators"][:16]:
+                print(f"  {own:9.1f} ms {100 * own / total:5.1f} %  {calls:6}  {key}")
+
+
+if __name__ == "__main__":
+    main()

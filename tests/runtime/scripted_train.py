@@ -1,0 +1,56 @@
+"""`drmas train` with scripted engines in the place of vLLM's: teachers that are wrong at times. For tests on several ranks.
+
+FAIL or KILL in the environment, as RANK:UPDATE, has that rank raise a DataError, or die, in an update of its own. For paths
+with FULL in them the disk is full.
+"""
+
+import os
+import shutil
+import signal
+import sys
+
+from transformers import AutoTokenizer
+
+import drmas.runtime.run
+from drmas.cli.main import main
+from drmas.envs.sums import demonstrate
+from drmas.errors import DataError
+from drmas.policy.trainer import PolicyTrainer
+from drmas.rollout.scripted import ScriptedEngine
+
+
+def scripted_engine(name, config, *, model_path, seed, deterministic, **unused) -> ScriptedEngine:
+    def answer(prompt: str, key: str) -> str:
+        return demonstrate(prompt, key, seed=seed, error_rate=0.4)
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    return ScriptedEngine(tokenizer, answer, deterministic=deterministic, max_model_tokens=config.max_model_tokens)
+
+
+update = PolicyTrainer.update
+
+
+def troubled_update(self, *args, **kwargs):
+    place = f"{os.environ.get('RANK', 0)}:{self.version + 1}"
+    if os.environ.get("FAIL") == place:
+        raise DataError(f"update {self.version + 1} of {self.name} was refused by the test")
+    if os.environ.get("KILL") == place:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return update(self, *args, **kwargs)
+
+
+disk_usage = shutil.disk_usage
+
+
+def filled_disk_usage(path):
+    usage = disk_usage(path)
+    return usage._replace(free=0) if os.environ.get("FULL", "\0") in str(path) else usage
+
+
+shutil.disk_usage = filled_disk_usage
+drmas.runtime.run.VllmEngine = scripted_engine
+PolicyTrainer.update = troubled_update
+
+if __name__ == "__main__":
+    sys.argv[0] = "drmas"
+    main()

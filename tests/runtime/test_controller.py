@@ -1,0 +1,254 @@
+"""The loop on scripted engines and policies that only count: what idles, what is skipped, what is saved, and when it ends."""
+
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from drmas.agents.agent import AgentConfig
+from drmas.agents.team import TeamConfig, load_team, register_team
+from drmas.config.schema import PolicyConfig, RunConfig
+from drmas.core.advantages import resolve
+from drmas.envs.rewards import make_reward
+from drmas.envs.source import TaskSource
+from drmas.errors import CheckpointError, EngineError, RolloutError
+from drmas.policy.batch import PolicyBatch, UpdateResult
+from drmas.policy.broadcast import Broadcast
+from drmas.rollout.collector import Collector
+from drmas.rollout.scripted import ScriptedEngine
+from drmas.runtime.controller import Controller
+from drmas.runtime.driver import Driver
+from drmas.telemetry.console import Console
+from drmas.telemetry.sinks import MetricsLog, read_metrics
+from drmas.telemetry.trace import Profile
+from drmas.weights.relay import relayed
+from drmas.weights.sync import WeightSync
+
+GAP = {"logprob_gap_mean": 0.0, "logprob_gap_max": 0.0}
+
+
+@register_team("writer-critic")
+class WriterCritic(TeamConfig):
+    """The critic, on a policy of its own, sees every second sample of a task."""
+
+    writer: AgentConfig = AgentConfig(policy="main", prompt="{question}=", parser="text", max_tokens=8)
+    critic: AgentConfig = AgentConfig(policy="other", prompt="{question}={draft}?", parser="text", max_tokens=8)
+
+    async def run(self, task, agents):
+        draft = await agents.writer(question=task.question)
+        if int(draft.text) % 2:
+            await agents.critic(question=task.question, draft=draft.text)
+        return draft.text
+
+
+class CountingPolicy:
+    """Keeps the batches of its updates. An update whose number is in `not_finite` is skipped."""
+
+    def __init__(self, name: str, config: PolicyConfig, not_finite=()) -> None:
+        self.name, self.config, self.version, self.not_finite = name, config, 0, set(not_finite)
+        self.batches: list[PolicyBatch] = []
+        self.scored = 0
+
+    def update(self, batch: PolicyBatch, *, on_rows: Callable[[int], None]) -> UpdateResult:
+        self.batches.append(batch)
+        skipped = len(self.batches) in self.not_finite
+        self.version += not skipped
+        norm = math.nan if skipped else 1.0
+        counts = dict.fromkeys(("loss", "lr", "computed_tokens", "tokens_saved", "flops"), 1.0)
+        agents = {row.agent: {"tokens": 2.0, **GAP} for row in batch.rows}
+        return UpdateResult({**counts, "grad_norm": norm, "tokens": 10.0, "skipped": float(skipped)}, agents)
+
+    def logprobs(self, rows, temperatures):
+        self.scored += len(rows)
+        return [row.logprobs for row in rows]
+
+
+class KeptCheckpoints:
+    """What the loop asked of its checkpoints. `fail` has those steps' saves come to nothing."""
+
+    def __init__(self, fail=()) -> None:
+        self.saved, self.polls, self.failed, self.fail = [], 0, 0, set(fail)
+
+    def save(self, step, policies, driver_state, *, value=None) -> None:
+        self.failed += step in self.fail
+        self.saved.append((step, sorted(policies), driver_state(), value))
+
+    def poll(self) -> None:
+        self.polls += 1
+
+    def finish(self) -> None:
+        if self.saved and self.saved[-1][0] in self.fail:
+            raise CheckpointError("the last save failed")
+
+
+class Loop:
+    """A controller of one rank with everything it needs; `writer` and `critic` answer by (prompt, key)."""
+
+    def __init__(self, config: RunConfig, folder: Path, tokenizer, writer, critic, *, not_finite=(), fail=()) -> None:
+        policies = {"main": config.policies["main"], "other": config.policies["main"].model_copy()}
+        team = {"name": "writer-critic"}
+        self.config = config.model_copy(update={"policies": policies, "team": team, "warm_start": None})
+        self.policies = {name: CountingPolicy(name, policy, not_finite) for name, policy in policies.items()}
+        self.engines = {"main": ScriptedEngine(tokenizer, writer), "other": ScriptedEngine(tokenizer, critic)}
+        self.said = io.StringIO()
+        self.checkpoints = KeptCheckpoints(fail)
+        console, tokenizers = Console(tty=False, stream=self.said), dict.fromkeys(policies, tokenizer)
+        self.reward, self.metrics = make_reward(config.reward), MetricsLog(folder, tensorboard=False)
+        loaded = load_team(team)
+        driver = Driver(
+            self.config,
+            source=TaskSource(config.data, seed=0),
+            collector=Collector(loaded, self.engines, tokenizers, self.reward, config.rollout, seed=0),
+            engines=self.engines,
+            tokenizers=tokenizers,
+            run_dir=folder,
+            metrics=self.metrics,
+            console=console,
+        )
+        nothing = relayed(None, None, device=None)
+        self.controller = Controller(
+            self.config,
+            rule=resolve("dr-mas"),
+            policies=self.policies,
+            temperatures={name: agent.temperature for name, agent in loaded.agents.items()},
+            syncs={name: WeightSync(engine, nothing, is_sender=True) for name, engine in self.engines.items()},
+            driver=driver,
+            share=Broadcast(),
+            checkpoints=self.checkpoints,
+            console=console,
+            profile=Profile(None, folder / "profile", rank=0, num_ranks=1),
+        )
+
+    def close(self) -> None:
+        self.reward.close()
+        self.metrics.close()
+
+
+@pytest.fixture
+def loop(config: RunConfig, tmp_path: Path, plain_tokenizer):
+    """loop(writer, critic, steps=..., ...): a loop over two tasks of two samples each in a folder of its own."""
+    opened = []
+
+    def build(writer, critic, *, steps: int, checkpoint=(), **more) -> Loop:
+        train = config.train.model_copy(update={"steps": steps, "updates_per_step": more.pop("updates_per_step", 1)})
+        changes = {"train": train, "checkpoint": config.checkpoint.model_copy(update=dict(checkpoint))}
+        opened.append(Loop(config.model_copy(update=changes), tmp_path, plain_tokenizer, writer, critic, **more))
+        return opened[-1]
+
+    yield build
+    for each in opened:
+        each.close()
+
+
+def total_or_more(prompt: str, key: str) -> str:
+    """The right sum in the first sample of a task, an even number that is wrong in the second."""
+    right = sum(map(int, prompt.removesuffix("=").split("+")))
+    return str(right) if "#0" in key else str(2 * right + 2)
+
+
+def odd(prompt: str, key: str) -> str:
+    return "1"
+
+
+def even_by_sample(prompt: str, key: str) -> str:
+    return "2" if "#0" in key else "4"
+
+
+def refuses(prompt: str, key: str) -> str:
+    raise EngineError("refused by the test")
+
+
+def test_I4_a_policy_without_rows_for_many_steps_does_nothing_and_shows_it(loop, tmp_path: Path) -> None:
+    made = loop(even_by_sample, refuses, steps=5)
+    made.controller.run(1)
+    assert made.policies["other"].batches == []
+    assert made.policies["other"].version == made.engines["other"].version == 0
+    assert made.engines["other"].keys == []  # no request ever reached it
+    assert made.engines["main"].version == 5
+    for metrics in read_metrics(tmp_path):
+        assert (metrics["train/other/rows"], metrics["train/other/updates"], metrics["train/other/skipped"]) == (0, 0, 0)
+        assert "train/other/loss" not in metrics
+        assert metrics["rollout/critic/rows"] == 0
+        assert (metrics["train/main/rows"], metrics["train/main/updates"]) == (4, 1)
+
+
+def test_I3_a_policy_whose_episodes_all_failed_idles_and_they_are_counted(loop, tmp_path: Path) -> None:
+    made = loop(lambda prompt, key: "1" if "#0" in key else "2", refuses, steps=2)
+    made.controller.run(1)
+    assert made.policies["other"].batches == []
+    assert [len(batch.rows) for batch in made.policies["main"].batches] == [2, 2]
+    for metrics in read_metrics(tmp_path):
+        assert metrics["rollout/failed/engine"] == 2
+        assert metrics["train/other/rows"] == 0
+        assert metrics["train/main/rows"] == 2
+
+
+def test_a_step_of_failed_episodes_only_ends_the_run_and_keeps_the_step_before(loop) -> None:
+    seen: set[str] = set()
+
+    def refuses_later(prompt: str, key: str) -> str:
+        seen.add(key)
+        if len(seen) > 4:
+            raise EngineError("refused by the test")
+        return "2"
+
+    made = loop(refuses_later, odd, steps=3)
+    with pytest.raises(RolloutError, match="all 4 episodes of step 2 failed; the first with engine: refused by the test"):
+        made.controller.run(1)
+    assert [(step, policies) for step, policies, *_ in made.checkpoints.saved] == [(1, ["main", "other"])]
+    assert len(made.policies["main"].batches) == 1
+
+
+def test_the_rows_behind_a_skipped_update_are_kept(loop, tmp_path: Path) -> None:
+    made = loop(total_or_more, odd, steps=2, not_finite={2})
+    made.controller.run(1)
+    first, second = read_metrics(tmp_path)
+    assert (first["train/main/updates"], first["train/main/skipped"]) == (1, 0)
+    assert (second["train/main/updates"], second["train/main/skipped"]) == (0, 1)
+    assert made.engines["main"].version == 1  # the skipped update is not synced
+    batch = made.policies["main"].batches[1]
+    rows = [json.loads(line) for line in (tmp_path / "skipped" / "step_2-main.jsonl").read_text().splitlines()]
+    assert len(rows) == len(batch.rows) == 4
+    for written, row, advantage, weight in zip(rows, batch.rows, batch.advantages, batch.token_weights, strict=True):
+        for key in ("episode", "agent", "turn", "prompt_ids", "response_ids", "logprobs", "versions"):
+            assert written[key] == getattr(row, key)
+        assert (written["advantage"], written["token_weight"], written["update"]) == (advantage, weight, 0)
+    assert any(row["advantage"] for row in rows)
+    assert not (tmp_path / "skipped" / "step_1-main.jsonl").exists()
+    assert "step 2: 1 update(s) of policy 'main' skipped, the gradient norm is nan" in made.said.getvalue()
+
+
+def test_only_the_skipped_one_of_several_updates_is_kept(loop, tmp_path: Path) -> None:
+    made = loop(total_or_more, odd, steps=1, updates_per_step=2, not_finite={2})
+    made.controller.run(1)
+    kept = [json.loads(line) for line in (tmp_path / "skipped" / "step_1-main.jsonl").read_text().splitlines()]
+    first, second = made.policies["main"].batches
+    assert [row["episode"] for row in kept] == [row.episode for row in second.rows]
+    assert {row.task for row in first.rows}.isdisjoint(row.task for row in second.rows)
+    assert {row["update"] for row in kept} == {1}
+    assert made.policies["main"].scored == 4  # with several updates the gap is measured before the first
+
+
+def test_a_failed_save_is_counted_in_the_next_step_and_the_run_goes_on(loop, tmp_path: Path) -> None:
+    made = loop(total_or_more, odd, steps=3, fail={1}, checkpoint={"every_steps": 1, "best_metric": "train/main/rows"})
+    made.controller.run(1)
+    assert [metrics["checkpoint/failed"] for metrics in read_metrics(tmp_path)] == [0, 1, 1]
+    assert [(step, value) for step, *_, value in made.checkpoints.saved] == [(1, 4), (2, 4), (3, 4)]
+    assert made.checkpoints.polls == 3
+
+
+def test_what_ends_a_run_says_too_that_its_last_save_failed(loop) -> None:
+    seen: set[str] = set()
+
+    def refuses_later(prompt: str, key: str) -> str:
+        seen.add(key)
+        if len(seen) > 4:
+            raise EngineError("refused by the test")
+        return "2"
+
+    made = loop(refuses_later, odd, steps=3, fail={1})
+    with pytest.raises(RolloutError, match=r"all 4 episodes of step 2 failed.*; and the last save failed"):
+        made.controller.run(1)

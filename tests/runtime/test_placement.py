@@ -1,0 +1,173 @@
+"""Layouts that don't fit are refused before anything starts; the summary's arithmetic against models that are built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drmas.agents.team import load_team
+from drmas.config.load import load
+from drmas.config.schema import RunConfig
+from drmas.core.advantages import resolve
+from drmas.errors import ConfigError, ModelError
+from drmas.runtime.models import TINY, resolve_model, write_tiny_qwen3
+from drmas.runtime.placement import check, describe, notes, parameters, policy_ranks
+
+MAIN = "policies.main"
+
+
+@pytest.fixture
+def two(tmp_path: Path):
+    """two("--flag", "value", ...): the tiny recipe with a policy per agent, changed."""
+
+    def made(*words: str) -> RunConfig:
+        second = ["--policies.other.model", TINY, "--policies.other.engine.max-model-tokens", "64"]
+        return load("arithmetic-tiny", ["--output", str(tmp_path), *second, "--team.verifier.policy", "other", *words])
+
+    return made
+
+
+def summary(config: RunConfig, world: int) -> dict[str, str]:
+    folders = {name: resolve_model(policy.model, seed=config.seed) for name, policy in config.policies.items()}
+    return describe(config, load_team(config.team), resolve("dr-mas"), world=world, folders=folders)
+
+
+def split(main: int | None, other: int | None) -> list[str]:
+    words = ["--train.placement", "split"]
+    for name, count in (("main", main), ("other", other)):
+        words += [f"--policies.{name}.num-ranks", str(count)] if count else []
+    return words
+
+
+def test_shared_ranks_are_everybodys(two):
+    assert policy_ranks(two(), 3) == {"main": [0, 1, 2], "other": [0, 1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("main", "other", "world", "expected"),
+    [
+        (1, 3, 4, {"main": [0], "other": [1, 2, 3]}),
+        (None, 1, 4, {"main": [0, 1, 2], "other": [3]}),
+        (3, None, 4, {"main": [0, 1, 2], "other": [3]}),
+        (None, None, 4, {"main": [0, 1], "other": [2, 3]}),
+    ],
+)
+def test_split_ranks_follow_the_configurations_order(two, main, other, world, expected):
+    assert policy_ranks(two(*split(main, other)), world) == expected
+
+
+@pytest.mark.parametrize(
+    ("main", "other", "world", "message"),
+    [
+        (1, 2, 4, r"split with policies.main.num_ranks 1, policies.other.num_ranks 2: 3 ranks in sum; the job has 4"),
+        (3, 2, 4, r"5 ranks in sum; the job has 4, make them equal"),
+        (4, None, 4, r"policies.main.num_ranks 4: that leaves 0 of the job's 4 rank\(s\) for 1 other policies"),
+        (
+            None,
+            None,
+            3,
+            r"split with no num_ranks: that leaves 3 of the job's 3 rank\(s\) for 2 other policies, .*equal shares",
+        ),
+        (None, None, 1, r"that leaves 1 of the job's 1 rank\(s\)"),
+    ],
+)
+def test_split_ranks_that_do_not_add_up_are_refused(two, main, other, world, message):
+    with pytest.raises(ConfigError, match=message):
+        check(two(*split(main, other)), load_team(two().team), world=world)
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "message"),
+    [
+        (
+            ["--policies.main.tensor-parallel", "2"],
+            1,
+            r"policies.main.tensor_parallel x .* is 2 x 1 x 1 = 2; it must divide the policy's 1 trainer rank\(s\)",
+        ),
+        (
+            ["--policies.other.pipeline-parallel", "2", "--policies.other.context-parallel", "3"],
+            4,
+            r"policies.other.tensor_parallel x pipeline_parallel x context_parallel is 1 x 2 x 3 = 6; it must divide .* 4",
+        ),
+        (
+            [*split(3, 1), "--policies.main.tensor-parallel", "2"],
+            4,
+            r"policies.main.tensor_parallel .* = 2; it must divide the policy's 3 rank\(s\) of its own",
+        ),
+        (["--policies.main.attention", "flex"], 1, r"policies.main.attention is 'flex': it trains on CUDA only"),
+        (
+            ["--policies.other.fp8", "hybrid"],
+            1,
+            r"policies.other.fp8 is 'hybrid', of TransformerEngine: it trains on CUDA only",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_ranks_or_the_machine_is_refused(two, words, world, message):
+    config = two(*words)
+    with pytest.raises(ConfigError, match=message):
+        check(config, load_team(config.team), world=world)
+
+
+def test_what_does_not_fit_the_model_is_refused(two):
+    with pytest.raises(ModelError, match=r"policies.other.pipeline_parallel is 5; it must divide the model's 4 layers"):
+        summary(two("--policies.other.pipeline-parallel", "5"), 5)
+
+
+def test_a_reference_with_another_vocabulary_is_refused(two, tmp_path):
+    folder = tmp_path / "reference"
+    write_tiny_qwen3(folder, seed=0)
+    kl = ["--loss.kl", "k3", "--policies.main.reference", str(folder)]
+    assert "reference 0.00" in summary(two(*kl), 1)["policy main"]
+    text = (folder / "config.json").read_text()
+    size = next(line for line in text.splitlines() if '"vocab_size"' in line)
+    (folder / "config.json").write_text(text.replace(size, size.replace('": ', '": 1')))
+    with pytest.raises(ModelError, match=r"policies.main.reference is .*reads the policy's tokens and must have"):
+        summary(two(*kl), 1)
+
+
+def test_the_summary_names_layout_stack_and_memory(two):
+    lines = summary(two(*split(4, 2), "--policies.main.tensor-parallel", "2"), 6)
+    assert "trainer TP 2 x DP 2 on ranks 0-3, float32" in lines["policy main"]
+    assert "trainer TP 1 x DP 2 on ranks 4-5, float32" in lines["policy other"]
+    assert "weights " in lines["policy main"]
+    assert lines["stack"].startswith("layers torch (Megatron's own); attention sdpa (not transformer-engine or flex: it trains")
+    assert lines["memory"].startswith("rank 4 holds the most: ")  # whole there, half on the others
+    assert parameters(resolve_model(TINY)) > 1e6
+    apart = summary(two("--policies.main.prefix-sharing", "false"), 1)
+    assert "prefix sharing off (as configured)" in apart["stack main"]
+    assert "prefix sharing on" in apart["stack other"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], []),
+        (["--policies.main.num-ranks", "1"], ["policies.main.num_ranks has no effect: train.placement is shared"]),
+        (["--policies.main.sequence-parallel"], ["policies.main.sequence_parallel has no effect: tensor_parallel is 1"]),
+        (
+            ["--policies.main.trainable", "false", "--policies.main.freeze", '["model.norm.*"]'],
+            ["policies.main.freeze has no effect: trainable is false"],
+        ),
+        (
+            ["--policies.main.overlap"],
+            ["policies.main.overlap has no effect: one replica has nothing to exchange"],
+        ),
+        (["--policies.main.offload-optimizer"], ["policies.main.offload_optimizer has no effect: the trainer runs on a CPU"]),
+        (
+            ["--policies.main.reference", TINY],
+            ["policies.main.reference has no effect: no loss.kl is set for a policy that is trained"],
+        ),
+        (["--policies.main.reference", TINY, "--policies.main.loss.kl", "k3"], []),
+        (
+            ["--policies.main.critic.lr", "1e-4"],
+            ["policies.main.critic has no effect: only policies that are trained under advantage.preset ppo have one"],
+        ),
+        (
+            ["--policies.main.trainable", "false", "--policies.other.trainable", "false"],
+            ["no policy is trainable; the run samples and trains nothing"],
+        ),
+    ],
+)
+def test_settings_without_effect_are_noted(two, words, expected):
+    assert notes(two(*words), world=1) == expected
