@@ -81,7 +81,7 @@ def training(folder: Path, args: argparse.Namespace) -> tuple[float, float]:
         "main",
         PolicyConfig(model=str(folder), dtype=args.dtype),
         model_path=folder,
-        groups=Groups(),
+        layout=Groups().layout(),
         seed=0,
         total_steps=100,
         agents=["solver"],

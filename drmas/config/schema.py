@@ -46,7 +46,7 @@ class LoraConfig(Section):
     rank: PositiveInt = 16
     alpha: PositiveFloat = 32.0
     """The adapters' product is scaled by alpha / rank."""
-    targets: list[Literal["qkv", "proj", "fc1", "fc2"]] = ["qkv", "proj", "fc1", "fc2"]
+    targets: Annotated[list[Literal["qkv", "proj", "fc1", "fc2"]], Field(min_length=1)] = ["qkv", "proj", "fc1", "fc2"]
     """Which linear layers get adapters: query, key and value; attention output; gate and up; down."""
     sync: Literal["merged", "adapter"] = "merged"
     """What the engine gets after an update: whole weights with the adapters merged in, or the adapters alone, which it adds to
@@ -55,7 +55,10 @@ class LoraConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model of a policy, for `advantage.preset = "ppo"`: the policy's architecture with one number per token."""
+    """The value model of a policy, for `advantage.preset = "ppo"`: the policy's architecture with one number per token.
+
+    Schedule, weight decay, Adam's settings, dtype, layout and recompute are the policy's.
+    """
 
     model: str | None = None
     """Where its weights start; the policy's own model if unset. The value head starts at zero."""
@@ -77,7 +80,7 @@ class LossOverrides(Section):
     clip_high: NonNegativeFloat | None = None
     dual_clip: PositiveFloat | None = None
     entropy_bonus: NonNegativeFloat | None = None
-    kl: Literal["k1", "k2", "k3"] | None = None
+    kl: Literal["k2", "k3"] | None = None
     kl_coefficient: NonNegativeFloat | None = None
 
     @model_validator(mode="after")
@@ -247,8 +250,9 @@ class LossConfig(Section):
     dual_clip: PositiveFloat | None = 3.0
     """Bound of the loss at negative advantages, in units of the advantage; off if unset."""
     entropy_bonus: NonNegativeFloat = 0.0
-    kl: Literal["k1", "k2", "k3"] | None = None
-    """Estimator of the divergence from the policy's `reference`; off if unset."""
+    kl: Literal["k2", "k3"] | None = None
+    """Estimator of the divergence from the policy's `reference` whose gradient is followed; off if unset. k2's is that of the
+    divergence on on-policy tokens, k3's has less variance and a bias. (k1's would be zero in expectation.)"""
     kl_coefficient: NonNegativeFloat = 0.001
     aggregation: Literal["token", "turn", "episode"] = "token"
     """Equal weight to every response token of the update, to every turn, or to every episode."""

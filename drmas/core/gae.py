@@ -4,11 +4,11 @@
 
 (arXiv 1506.02438). t runs over the response tokens of the agent's turns, one turn after the other: what other agents and tools
 say between them is part of the agent's environment and takes no step. V_t is the critic's value of the state that token t is
-sampled from; after the last token of the last turn there is none. The episode's reward comes with that last token, a turn's
-penalty with the turn's own last token. With gamma = lambda = 1 a token's return is the reward less the penalties from there on.
+sampled from; after the last token of the last turn there is none. The episode's reward comes with that last token.
 
 The advantages are then brought to mean 0 and deviation 1 over each agent's tokens of the step, because agents whose advantages
-spread differently would otherwise share one scale; `mean` and `std` of "none" leave either out. Called by the controller.
+spread differently would otherwise share one scale; `mean` and `std` of "none" leave either out. A turn's penalty is taken off
+the advantages of its own tokens after that (I7), and the critic doesn't learn it. Called by the controller.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from drmas.errors import ConfigError
 from drmas.types import Row
 
 Whitening = Literal["agent", "none"]
+
+_ROUNDING = 1e-9
+"""A spread below this share of the largest is that of sums in float64, not of rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +81,13 @@ def gae(rows: Sequence[Row], values: Sequence[Sequence[float]], rule: GaeRule) -
     for indices in speeches.values():
         indices.sort(key=lambda i: rows[i].turn)
         value = torch.tensor([v for i in indices for v in values[i]], dtype=torch.float64)
-        advantage = _along(value, _rewards(rows, indices), rule)
+        reward = torch.zeros_like(value)
+        reward[-1] = rows[indices[-1]].reward
+        advantage = _along(value, reward, rule)
         sizes = [len(rows[i].response_ids) for i in indices]
         for i, part, own in zip(indices, advantage.split(sizes), value.split(sizes), strict=True):
             raw[i], returns[i] = part, (part + own).tolist()
     return TokenAdvantages(_whitened(rows, raw, rule), returns, [list(own) for own in values])
-
-
-def _rewards(rows: Sequence[Row], indices: Sequence[int]) -> torch.Tensor:
-    ends = torch.tensor([len(rows[i].response_ids) for i in indices]).cumsum(0) - 1
-    rewards = torch.zeros(int(ends[-1]) + 1, dtype=torch.float64)
-    rewards[ends] = -torch.tensor([rows[i].penalty for i in indices], dtype=torch.float64)
-    rewards[-1] += rows[indices[-1]].reward
-    return rewards
 
 
 def _along(value: torch.Tensor, reward: torch.Tensor, rule: GaeRule) -> torch.Tensor:
@@ -104,16 +101,18 @@ def _along(value: torch.Tensor, reward: torch.Tensor, rule: GaeRule) -> torch.Te
 
 
 def _whitened(rows: Sequence[Row], raw: Sequence[torch.Tensor | None], rule: GaeRule) -> list[list[float] | None]:
-    """Over each agent's tokens. An agent whose tokens are all alike (or that has one) gets 0 where both are taken (I6)."""
+    """Over each agent's tokens, then penalties off. Tokens all alike, or one alone, get 0 where the mean is taken (I6)."""
     result: list[list[float] | None] = [None] * len(rows)
     for agent in dict.fromkeys(row.agent for row in rows):
         mine = [i for i, row in enumerate(rows) if row.agent == agent and raw[i] is not None]
         if not mine:
             continue
         flat = torch.cat([raw[i] for i in mine])
-        scale = (flat.std(correction=1) if flat.numel() > 1 else flat.new_zeros(())) + rule.eps
-        shifted = flat - flat.mean() if rule.mean == "agent" else flat
-        scaled = shifted / scale if rule.std == "agent" else shifted
-        for i, part in zip(mine, scaled.split([raw[i].numel() for i in mine]), strict=True):
-            result[i] = part.tolist()
+        alike = float(flat.max() - flat.min()) <= _ROUNDING * float(flat.abs().max())
+        if rule.mean == "agent":
+            flat = torch.zeros_like(flat) if alike else flat - flat.mean()
+        if rule.std == "agent" and not alike:
+            flat = flat / (flat.std(correction=1) + rule.eps)
+        for i, part in zip(mine, flat.split([raw[i].numel() for i in mine]), strict=True):
+            result[i] = (part - rows[i].penalty).tolist()
     return result

@@ -52,6 +52,8 @@ class UpdateResult:
 
     metrics: dict[str, float]
     agents: dict[str, dict[str, float]] = field(default_factory=dict)
+    seconds: float = field(default=0.0, compare=False)
+    """In the passes that `flops` counts and the optimiser's step; reference and critic are not in either."""
 
     @classmethod
     def idle(cls, lr: float) -> UpdateResult:

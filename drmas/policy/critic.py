@@ -113,9 +113,8 @@ class Critic:
             value = self._values(hidden, packed)
             if not share:
                 return value.sum() * 0.0, torch.zeros(3, dtype=torch.float64, device=device)
-            pick = _places(rows, share, packed)
-            target, before = (flat(table, share, device)[pick] for table in (returns, values))
-            weight = torch.tensor([token_weights[i] for i in share], dtype=torch.float32, device=device)[packed.row]
+            target, before = (packed.of_tokens([table[i] for i in share]) for table in (returns, values))
+            weight = packed.of_rows([token_weights[i] for i in share])
             error = (value - target).square()
             worse = error
             if self.config.critic.clip_value is not None:
@@ -158,14 +157,3 @@ class Critic:
     def load(self, folder: Path) -> None:
         with self.active():
             checkpoint.load(self, Path(folder))
-
-
-def flat(table: Sequence[Sequence[float]], share: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The numbers of the rows `share`, one after the other, float32."""
-    return torch.tensor([value for i in share for value in table[i]], dtype=torch.float32, device=device)
-
-
-def _places(rows: Sequence[Row], share: Sequence[int], packed: Packed) -> torch.Tensor:
-    """[R]: the place of each response token among all those of the rows `share`."""
-    sizes = torch.tensor([len(rows[i].response_ids) for i in share])
-    return (sizes.cumsum(0) - sizes).to(packed.row.device)[packed.row] + packed.token

@@ -34,9 +34,10 @@ def block_mask(packing: Packing, queries: int) -> BlockMask:
         place = query if places is None else places[query]
         return (key <= place) & (place < end[key])
 
-    return create_block_mask(sees, None, None, queries, end.numel(), device=end.device)
+    # Compiled, it is made block by block; else from all pairs at once.
+    return create_block_mask(sees, None, None, queries, end.numel(), device=end.device, _compile=end.is_cuda)
 
 
 @functools.cache
 def _compiled() -> Callable[..., torch.Tensor]:
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, dynamic=True)  # packs differ in length

@@ -110,4 +110,4 @@ def _per_token(temperatures: Sequence[float], packed: Packed) -> float | torch.T
     """One number where all rows agree, else one per response token."""
     if len(set(temperatures)) == 1:
         return temperatures[0]
-    return torch.tensor(temperatures, dtype=torch.float32, device=packed.row.device)[packed.row]
+    return packed.of_rows(temperatures)

@@ -54,6 +54,11 @@ def device() -> torch.device:
     return _CPU if is_host() else torch.device("cuda", torch.cuda.current_device())
 
 
+def upload(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """A host's tensor on `target`; the host doesn't wait for a GPU's queue, since the copy starts from pinned memory."""
+    return tensor.pin_memory().to(target, non_blocking=True) if target.type == "cuda" else tensor.to(target)
+
+
 def backend() -> str:
     """The torch.distributed backend of this rank's device. One backend only: a mixed one opens a gloo mesh per group."""
     return "gloo" if is_host() else "nccl"

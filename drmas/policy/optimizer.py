@@ -34,8 +34,6 @@ class StepFlags(NamedTuple):
     """float64: of the whole gradient, before clipping."""
     applied: torch.Tensor
     """bool: False where the norm wasn't finite; parameters, moments and counts are as before."""
-    slot_norms: torch.Tensor
-    """[2] float64: of the parameters with weight decay, and of those without."""
 
 
 class StepOutcome(NamedTuple):
@@ -184,7 +182,7 @@ class PolicyOptimizer:
             self._gathered(False)
         else:
             self.ddp.start_param_sync()
-        return StepFlags(norm, coefficient >= 0, squared.sqrt())
+        return StepFlags(norm, coefficient >= 0)
 
     def record(self, norm: float, applied: bool) -> StepOutcome:
         """Move the schedule on if the last step was applied. `norm` and `applied` are what it returned, read by the caller."""

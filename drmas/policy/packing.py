@@ -21,6 +21,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from drmas.core.prefixes import PrefixOrder, PrefixTree, Segment
+from drmas.policy.host_platform import upload
 from drmas.types import Row
 
 _LENGTH_STEP = 128
@@ -68,8 +69,9 @@ class Packed:
 
     `ids`, `positions` [1, T] int64. All [R] int64: `source`, the place in [0, T) whose hidden state predicts each response
     token (rows that are alike so far have the same); `target`, that token; `row`, its row's number within the microbatch;
-    `token`, its number within the row's response. R may be 0 under context parallelism; the ranks together hold every response
-    token once. `tokens` counts the tokens of the whole pack without padding, `saved` those that sharing left out of it.
+    `place`, its number among the response tokens of all rows. R may be 0 under context parallelism; the ranks together hold
+    every response token once. `tokens` counts the tokens of the whole pack without padding, `saved` those that sharing left out
+    of it.
     """
 
     ids: torch.Tensor
@@ -78,9 +80,18 @@ class Packed:
     source: torch.Tensor
     target: torch.Tensor
     row: torch.Tensor
-    token: torch.Tensor
+    place: torch.Tensor
     tokens: int
     saved: int
+
+    def of_rows(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[R]: of each response token, the value of its row."""
+        return upload(torch.tensor(values, dtype=dtype), self.row.device)[self.row]
+
+    def of_tokens(self, values: Sequence[Sequence[float]], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[R]: of each response token its own value, where `values` has one per response token of every row."""
+        flat = torch.tensor([value for row in values for value in row], dtype=dtype)
+        return upload(flat, self.place.device)[self.place]
 
 
 def pack(
@@ -111,13 +122,13 @@ def pack(
     places = shares[cp_rank]
 
     ids, positions = _contents(tree.segments, spans, inputs)
-    source, target, row, token = _predictions(rows, tree, spans)
+    source, target, row = _predictions(rows, tree, spans)
     local = np.full(len(ids), -1)
     local[places] = np.arange(len(places))
     here = np.flatnonzero(local[source] >= 0)
 
     def tensor(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(device)
+        return upload(torch.from_numpy(values), device)
 
     longest = max(max(map(len, inputs)), max(end - start for start, end in spans))
     params = Packing(
@@ -134,7 +145,7 @@ def pack(
         source=tensor(local[source[here]]),
         target=tensor(target[here]),
         row=tensor(row[here]),
-        token=tensor(token[here]),
+        place=tensor(here),
         tokens=tokens,
         saved=given - tokens,
     )
@@ -179,7 +190,7 @@ def _contents(
 
 
 def _predictions(rows: Sequence[Row], tree: PrefixTree, spans: Sequence[Range]) -> tuple[np.ndarray, ...]:
-    """Source (place in the whole pack), target, row and token of all response tokens, row by row; [R] int64 each."""
+    """Source (place in the whole pack), target and row of all response tokens, row by row; [R] int64 each."""
     source = []
     for row, leaf in zip(rows, tree.leaves, strict=True):
         first = len(row.prompt_ids) - 1
@@ -197,7 +208,6 @@ def _predictions(rows: Sequence[Row], tree: PrefixTree, spans: Sequence[Range]) 
         np.concatenate(source),
         np.array([token for row in rows for token in row.response_ids], dtype=np.int64),
         np.repeat(np.arange(len(rows)), lengths),
-        np.concatenate([np.arange(length) for length in lengths]),
     )
 
 
@@ -243,7 +253,7 @@ def _megatron_fields(
     longest += _LENGTH_STEP if longest == spans[-1][1] else 0
     fields = {"qkv_format": "thd" if thd else "sbhd", "max_seqlen_q": longest, "max_seqlen_kv": longest}
     if thd:
-        ends = torch.tensor([0, *(end for _, end in spans)], dtype=torch.int32).to(device)
+        ends = upload(torch.tensor([0, *(end for _, end in spans)], dtype=torch.int32), device)
         fields |= {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
         if cp_size > 1:  # TransformerEngine insists on them; equal, they tell it that nothing stands between rows
             fields |= {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends}

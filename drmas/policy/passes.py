@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -95,21 +96,20 @@ class Passes:
         """One number per response token of every row, in order, on every rank; `score` gives those of a microbatch, [R]."""
         if not rows:
             return []
-        ends = torch.tensor([len(row.response_ids) for row in rows]).cumsum(0)
-        starts = ends - torch.tensor([len(row.response_ids) for row in rows])
-        device = host_platform.device()
-        found = torch.zeros(int(ends[-1]), dtype=torch.float32, device=device)
+        ends = list(accumulate((len(row.response_ids) for row in rows), initial=0))
+        found = torch.zeros(ends[-1], dtype=torch.float32, device=host_platform.device())
 
         def collect(hidden: torch.Tensor, packed: Packed, share: list[int]) -> None:
             values = score(hidden, packed, share)
             if share:
-                found[starts[share].to(device)[packed.row] + packed.token] = values
+                found[packed.of_tokens([range(ends[i], ends[i + 1]) for i in share], torch.int64)] = values
 
         self.forward(rows, range(len(rows)), collect)
         dist.all_reduce(found, group=self.groups.dp_cp)
         if self.groups.pp.size() > 1:  # zeros but on the last stage
             dist.all_reduce(found, group=self.groups.pp)
-        return [part.tolist() for part in found.cpu().split(torch.diff(ends, prepend=ends.new_zeros(1)).tolist())]
+        numbers = found.tolist()
+        return [numbers[start:end] for start, end in pairwise(ends)]
 
     def backward(
         self,

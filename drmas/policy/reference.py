@@ -6,10 +6,9 @@ trainers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import torch
 
 from drmas.config.schema import PolicyConfig
 from drmas.core.flops import token_cost
@@ -21,6 +20,7 @@ from drmas.policy.head import Head
 from drmas.policy.megatron_config import policy_stack, transformer_config
 from drmas.policy.model import build_model
 from drmas.policy.passes import Passes
+from drmas.policy.rng import PolicyRng
 from drmas.policy.scorer import Scorer
 from drmas.types import Row
 
@@ -36,9 +36,9 @@ class Reference:
         mcore_fixes.apply()
         self.architecture = read_architecture(Path(model_path))
         self.architecture.check_layout(config, policy=name)
-        self.groups = layout
+        self.groups, self.rng = layout, PolicyRng(0, tp_rank=layout.tp.rank())
         stack = policy_stack(name, config, replicas=layout.dp_cp.size())
-        with layout.active(), torch.random.fork_rng():
+        with self._active():
             settings = transformer_config(self.architecture, config, layout, stack)
             model = build_model(self.architecture, settings, layout, stack)
             load_hf(model, self.architecture, Path(model_path), groups=layout)
@@ -48,5 +48,10 @@ class Reference:
 
     def logprobs(self, rows: Sequence[Row], temperatures: Sequence[float]) -> list[list[float]]:
         """The log-prob of every response token of every row at the rows' temperatures; the same on every rank."""
-        with self.groups.active():
+        with self._active():
             return self._scorer.logprobs(rows, temperatures)
+
+    @contextlib.contextmanager
+    def _active(self) -> Iterator[None]:
+        with self.groups.active(), self.rng.lent():
+            yield

@@ -7,6 +7,7 @@ weights are made above (drmas.core). Called by the controller.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -127,6 +128,7 @@ class PolicyTrainer:
             return UpdateResult.idle(self.optimizer.lr)
         reference = self._reference_logprobs([batch.rows[i] for i in included], [batch.temperatures[i] for i in included])
         baseline = dict(zip(included, reference or [], strict=False))
+        started = time.perf_counter()
         with self.active():
             self.optimizer.zero_grad()
             metrics, work, squared = self._accumulate(batch, included, baseline, on_rows)
@@ -134,6 +136,7 @@ class PolicyTrainer:
                 flags = self.optimizer.step()
                 # The device is read from here on, once everything is under way.
                 outcome = self.optimizer.record(float(flags.norm), bool(flags.applied))
+        seconds = time.perf_counter() - started
         self.version += int(outcome.applied)
         agents = metrics.per_token(self.agents)
         if len(agents) == 1:
@@ -151,6 +154,7 @@ class PolicyTrainer:
                 **self._teach(batch),
             },
             agents=agents,
+            seconds=seconds,
         )
 
     def _teach(self, batch: PolicyBatch) -> dict[str, float]:
@@ -212,30 +216,15 @@ class PolicyTrainer:
         share: list[int],
     ) -> tuple[torch.Tensor, AgentMetrics]:
         """This microbatch's part of the loss, and its metrics, for the rows `share` of the batch."""
-        device = packed.target.device
         rows = [batch.rows[i] for i in share] or [EMPTY]
-        starts = torch.tensor([len(row.response_ids) for row in rows]).cumsum(0)
-        starts = (starts - torch.tensor([len(row.response_ids) for row in rows])).to(device)
-        place = starts[packed.row] + packed.token
-
-        def of_rows(values: list[float], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)[packed.row]
-
-        def of_tokens(values: list[Sequence[float]]) -> torch.Tensor:
-            flat = [value for each in values for value in each]
-            return torch.tensor(flat or [0.0], dtype=torch.float32, device=device)[place]
-
         advantages = [batch.advantages[i] for i in share] or [0.0]
-        if any(isinstance(advantage, Sequence) for advantage in advantages):
-            advantage = of_tokens(advantages)
-        else:
-            advantage = of_rows(advantages, torch.float32)
+        per_token = isinstance(advantages[0], Sequence)
         targets = TokenTargets(
-            token_weight=of_rows([batch.token_weights[i] for i in share] or [0.0], torch.float32),
-            advantage=advantage,
-            agent=of_rows([self.agents.index(row.agent) for row in rows] if share else [0], torch.int64),
-            old_logprob=None if batch.on_policy else of_tokens([row.logprobs for row in rows]),
-            ref_logprob=of_tokens([reference[i] for i in share] or [EMPTY.logprobs]) if reference else None,
+            token_weight=packed.of_rows([batch.token_weights[i] for i in share] or [0.0]),
+            advantage=packed.of_tokens(advantages) if per_token else packed.of_rows(advantages),
+            agent=packed.of_rows([self.agents.index(row.agent) for row in rows] if share else [0], torch.int64),
+            old_logprob=None if batch.on_policy else packed.of_tokens([row.logprobs for row in rows]),
+            ref_logprob=packed.of_tokens([reference[i] for i in share] or [EMPTY.logprobs]) if reference else None,
         )
         temperatures = [batch.temperatures[i] for i in share] or [1.0]
         result = self._head.loss(hidden, packed, targets, temperatures, num_agents=len(self.agents), options=self._options)
@@ -312,3 +301,6 @@ def freeze(model: PolicyModel, patterns: Sequence[str], source: WeightSource, *,
             entry.parameter.requires_grad_(False)
     if model.pre_process and not model.embedding.word_embeddings.weight.requires_grad:
         model.embedding.register_forward_hook(lora.ask_for_gradient)
+    if source.architecture.tied and model.post_process and not model.pre_process:  # the last stage's copy of the embedding
+        embedding = names[0]
+        model.output_layer.weight.requires_grad_(not any(fnmatchcase(embedding, pattern) for pattern in patterns))

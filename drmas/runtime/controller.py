@@ -101,7 +101,7 @@ class Controller:
 
     def estimate(self, rows: list[Row]) -> Advantages:
         """Every row's advantage. Each rank computes the same from the same rows, and from what critics say of them."""
-        with span("advantage"):
+        with self.timed("train"), span("advantage"):
             if isinstance(self.rule, AdvantageRule):
                 return advantages(rows, self.rule)
             values = self.told(lambda: {name: self.values(policy, rows) for name, policy in self.policies.items()})
@@ -132,8 +132,7 @@ class Controller:
                 sampled = [row for batch in batches for row in batch.rows]
                 report.logprob_gap(sampled, policy.logprobs(sampled, [self.temperatures[row.agent] for row in sampled]))
             for batch in batches if policy.config.trainable else ():
-                started = time.perf_counter()
-                report.update(policy.update(batch, on_rows=on_rows), time.perf_counter() - started)
+                report.update(policy.update(batch, on_rows=on_rows))
         report.version, report.peak_memory_bytes = policy.version, peak_memory_bytes()
         return report
 

@@ -121,7 +121,10 @@ class Driver:
             self._keep_skipped(step, name, record.policies[name], batches)
         if self.stop_requested and step < self.config.train.steps:
             self.console.note(f"stopped after step {step} of {self.config.train.steps}; --resume goes on from there")
-        return {"stop": self.stop_requested, "value": metrics.get(self.config.checkpoint.best_metric)}
+        best = self.config.checkpoint.best_metric
+        if self.config.checkpoint.keep_best and best not in metrics:
+            self.console.note(f"checkpoint.best_metric is {best!r}, which step {step} didn't measure; it counts as no best")
+        return {"stop": self.stop_requested, "value": metrics.get(best)}
 
     def state(self) -> dict[str, Any]:
         """Where the task source stands before the step in progress, or now between steps."""

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from drmas.agents.team import TeamConfig
-from drmas.config.schema import CriticConfig, PolicyConfig, RunConfig
+from drmas.config.schema import CriticConfig, LossOverrides, PolicyConfig, RunConfig
 from drmas.core.advantages import AdvantageRule
 from drmas.core.gae import GaeRule
 from drmas.core.stack import Stack
@@ -122,6 +122,12 @@ def _idle_keys(config: RunConfig, name: str, ranks: int) -> Iterator[tuple[str, 
             yield key, stack.reasons[key.replace("_", " ")].why
     if policy.offload_optimizer and host_platform.is_host():
         yield "offload_optimizer", "the trainer runs on a CPU"
+    if policy.lr_schedule == "constant" and policy.lr_min:
+        yield "lr_min", "lr_schedule is constant"
+    if policy.loss.kl_coefficient is not None and not _measures_kl(config, policy):
+        yield "loss.kl_coefficient", "no loss.kl is set for a policy that is trained"
+    if policy.loss != LossOverrides() and not policy.trainable:
+        yield "loss", "trainable is false"
     if policy.reference is not None and not _measures_kl(config, policy):
         yield "reference", "no loss.kl is set for a policy that is trained"
     if policy.critic != CriticConfig() and not _has_critic(config, policy):

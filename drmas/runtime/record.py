@@ -45,8 +45,6 @@ class PolicyReport:
     trainable: bool = True
     rows: int = 0
     """Those that had a say."""
-    seconds: float = 0.0
-    """In optimiser updates."""
     updates: list[UpdateResult] = field(default_factory=list)
     gaps: dict[str, Gap] = field(default_factory=dict)
     peak_memory_bytes: float = 0.0
@@ -56,10 +54,9 @@ class PolicyReport:
         """Which of the updates were not applied."""
         return [number for number, result in enumerate(self.updates) if result.metrics["skipped"]]
 
-    def update(self, result: UpdateResult, seconds: float) -> None:
+    def update(self, result: UpdateResult) -> None:
         """An update. Its gap counts for agents that no pass of its own has measured."""
         self.updates.append(result)
-        self.seconds += seconds
         for agent, values in result.agents.items():
             gap = Gap()
             gap.add(values["tokens"], values["logprob_gap_mean"], values["logprob_gap_max"])
@@ -174,10 +171,11 @@ def _policy(report: PolicyReport, peak: float | None) -> Metrics:
     metrics: Metrics = {"rows": report.rows, "updates": len(report.updates) - len(report.skipped()), "skipped": 0.0}
     if report.updates:
         metrics |= _merge([result.metrics for result in report.updates])
-        metrics["tokens_per_second"] = _ratio(metrics["tokens"], report.seconds)
-        metrics["flops_per_second"] = _ratio(metrics["flops"], report.seconds)
-        if peak and report.seconds:
-            metrics["mfu"] = metrics["flops"] / report.seconds / peak
+        seconds = math.fsum(result.seconds for result in report.updates)
+        metrics["tokens_per_second"] = _ratio(metrics["tokens"], seconds)
+        metrics["flops_per_second"] = _ratio(metrics["flops"], seconds)
+        if peak and seconds:
+            metrics["mfu"] = metrics["flops"] / seconds / peak
     return metrics
 
 
@@ -194,7 +192,7 @@ def _merge(parts: Sequence[dict[str, float]]) -> Metrics:
             merged[name] = math.fsum(column)
         elif broken := [value for value in column if not math.isfinite(value)]:
             merged[name] = broken[0]
-        elif name == "grad_norm" or name.endswith("_max"):
+        elif name.endswith("grad_norm") or name.endswith("_max"):
             merged[name] = max(column)
         elif name.endswith("_min"):
             merged[name] = min(column)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from drmas.agents.team import TeamConfig, check_policies, load_team
-from drmas.config.schema import PolicyConfig, RunConfig
+from drmas.config.schema import LossConfig, LossOverrides, PolicyConfig, RunConfig
 from drmas.core.advantages import AdvantageRule, resolve
 from drmas.core.gae import GaeRule
 from drmas.envs.rewards import make_reward
@@ -179,7 +179,9 @@ class Job:
         return policies
 
     def policy(self, name: str, config: PolicyConfig, folder: Path, *, steps: int | None) -> PolicyTrainer:
-        total_steps = steps or self.config.train.steps * self.config.train.updates_per_step
+        """With `steps`, one for that many supervised updates: without reference and critic, its loss the plain one."""
+        warm = steps is not None
+        total_steps = steps if warm else self.config.train.steps * self.config.train.updates_per_step
         return PolicyTrainer(
             name,
             config,
@@ -188,9 +190,9 @@ class Job:
             seed=self.config.seed,
             total_steps=total_steps,
             agents=[agent for agent, settings in self.team.agents.items() if settings.policy == name],
-            loss=self.config.loss,
-            reference=self.reference(name, config, folder) if steps is None else None,
-            critic=self.critic(name, config, folder, total_steps) if steps is None else None,
+            loss=LossConfig() if warm else self.config.loss,
+            reference=None if warm else self.reference(name, config, folder),
+            critic=None if warm else self.critic(name, config, folder, total_steps),
         )
 
     def critic(self, name: str, config: PolicyConfig, folder: Path, total_steps: int) -> Critic | None:
@@ -207,7 +209,8 @@ class Job:
             return None
         model = resolve_model(config.reference, seed=self.config.seed).absolute() if config.reference else folder
         layout = self.layouts[name]
-        key = (model, config.dtype, layout.ranks, *layout.sizes().values())
+        how = ("dtype", "sequence_parallel", "attention", "fp8", "prefix_sharing", "tokens_per_microbatch")
+        key = (model, layout.ranks, *layout.sizes().values(), *(getattr(config, each) for each in how))
         if key not in self.references:
             self.references[key] = Reference(name, config, model_path=model, layout=layout)
         return self.references[key]
@@ -245,7 +248,8 @@ class Job:
         if not self.share(lambda: all((target / "config.json").is_file() for target in targets.values())):
             self.console.note(f"warm start: {warm.steps} supervised steps of {warm.batch_size} demonstrations")
             schedule = {"lr": warm.lr, "lr_schedule": "cosine", "lr_warmup_steps": warm.steps // 20, "lr_min": warm.lr / 10}
-            configs = {name: policy.model_copy(update=schedule) for name, policy in trained.items()}
+            supervised = schedule | {"loss": LossOverrides()}
+            configs = {name: policy.model_copy(update=supervised) for name, policy in trained.items()}
             policies = self.build(configs, folders, steps=warm.steps)
             with ExitStack() as stack:
                 teacher = Teacher(self.config, self.team, _tokenizers(folders), stack) if self.source else None

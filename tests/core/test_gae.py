@@ -36,20 +36,29 @@ def test_the_sum_runs_across_the_turns_of_one_agent_only(gamma, lam):
     ]
     values = [[0.1, 0.4], [0.9, 0.2, 0.3], [0.7], [-0.2, 0.6]]
     found = gae(rows, values, GaeRule(gamma, lam, **RAW))
-    solver = by_definition([0.1, 0.4, 0.7], [0.0, -0.25, 1.0], gamma, lam)
+    solver = by_definition([0.1, 0.4, 0.7], [0.0, 0.0, 1.0], gamma, lam)
     verifier = by_definition([0.9, 0.2, 0.3], [0.0, 0.0, 1.0], gamma, lam)
     other = by_definition([-0.2, 0.6], [0.0, -0.5], gamma, lam)
-    for got, expected in zip(found.values, [solver[:2], verifier, solver[2:], other], strict=True):
-        assert got == pytest.approx(expected, abs=1e-12)
-    for got, advantage, own in zip(found.returns, found.values, values, strict=True):
+    expected = [solver[:2], verifier, solver[2:], other]
+    for row_, got, each in zip(rows, found.values, expected, strict=True):
+        assert got == pytest.approx([advantage - row_.penalty for advantage in each], abs=1e-12)
+    for got, advantage, own in zip(found.returns, expected, values, strict=True):
         assert got == pytest.approx([a + v for a, v in zip(advantage, own, strict=True)], abs=1e-12)
+    assert found.before == values
 
 
-def test_without_discount_a_return_is_the_reward_less_the_penalties_to_come():
+def test_without_discount_a_return_is_the_reward():
     rows = [row("a", "solver", 0, 2, penalty=0.25), row("a", "solver", 1, 1, penalty=0.5)]
     found = gae(rows, [[3.0, -1.0], [0.2]], GaeRule())
-    assert found.returns[0] == pytest.approx([0.25, 0.25])
-    assert found.returns[1] == pytest.approx([0.5])
+    assert found.returns[0] == pytest.approx([1.0, 1.0])
+    assert found.returns[1] == pytest.approx([1.0])
+
+
+def test_I7_a_penalty_is_taken_off_after_the_whitening():
+    """0.01 in equal rewards stays 0.01, and only the turn that earned it pays."""
+    rows = [row(f"e{i}", "solver", 0, 2, reward=0.1, penalty=0.01 * (i == 1)) for i in range(3)]
+    found = gae(rows, [[0.0, 0.0]] * 3, GaeRule(eps=0.0))
+    assert found.values == [[0.0, 0.0], [-0.01, -0.01], [0.0, 0.0]]
 
 
 def test_turns_are_taken_in_their_order_whatever_the_order_of_rows():
@@ -85,9 +94,10 @@ def test_I3_failed_rows_have_no_advantage_and_change_none():
 
 
 def test_I6_equal_advantages_are_zero():
-    rows = [row(f"e{i}", "solver", 0, 1) for i in range(3)]
-    assert gae(rows, [[0.5]] * 3, GaeRule()).values == [[0.0]] * 3
-    assert gae(rows[:1], [[0.5]], GaeRule()).values == [[0.0]]
+    rows = [row(f"e{i}", "solver", 0, 1, reward=0.1) for i in range(3)]
+    for eps in (1e-6, 0.0):
+        assert gae(rows, [[0.5]] * 3, GaeRule(eps=eps)).values == [[0.0]] * 3
+        assert gae(rows[:1], [[0.5]], GaeRule(eps=eps)).values == [[0.0]]
 
 
 def test_a_row_with_another_number_of_values_is_refused():

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from drmas.config.schema import LossConfig, PolicyConfig
+from drmas.config.schema import CriticConfig, LossConfig, PolicyConfig
 from drmas.policy import host_platform
 from drmas.policy.batch import PolicyBatch
 from drmas.policy.convert import WeightSource
+from drmas.policy.critic import Critic
 from drmas.policy.groups import Groups, PolicyGroups, destroy, init_distributed
 from drmas.policy.packing import pack
 from drmas.policy.trainer import PolicyTrainer
@@ -150,6 +151,13 @@ def make_trainer(folder: Path, groups: Groups, **changes: Any) -> PolicyTrainer:
     return PolicyTrainer(config=config, model_path=folder, layout=layout_of(config, groups), agents=AGENTS, **arguments)
 
 
+def make_critic(folder: Path, groups: Groups, **changes: Any) -> Critic:
+    """A critic for `folder`, with a clip that has a say."""
+    settings = {"adam_eps": 1e-4, "weight_decay": 0.1, "tokens_per_microbatch": 40}
+    config = PolicyConfig(model=str(folder), critic=CriticConfig(lr=1e-2, clip_value=0.3), **(settings | changes))
+    return Critic("main", config, model_path=folder, layout=layout_of(config, groups), seed=3, total_steps=10)
+
+
 def layout_of(config: PolicyConfig, groups: Groups) -> PolicyGroups:
     """`config`'s layout on all ranks."""
     return groups.layout(tp=config.tensor_parallel, pp=config.pipeline_parallel, cp=config.context_parallel)
@@ -203,6 +211,17 @@ def run_updates(trainer: PolicyTrainer, count: int, *, first: int = 0) -> list[d
         result = trainer.update(make_batch(make_rows(seed=10 + i, versions=trainer.version)))
         reports.append({"metrics": result.metrics, "agents": result.agents})
     return reports
+
+
+def run_critic(critic: Critic) -> dict[str, Any]:
+    """Three updates towards fixed returns; what each said, and the values after them."""
+    rows = make_rows()
+    generator = torch.Generator().manual_seed(2)
+    returns = [torch.randn(len(row.response_ids), generator=generator).tolist() for row in rows]
+    weights = [1.0 / sum(len(row.response_ids) for row in rows)] * len(rows)
+    before = critic.values(rows)
+    updates = [critic.update(rows, returns, before, weights) for _ in range(3)]
+    return {"updates": updates, "values": critic.values(rows)}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

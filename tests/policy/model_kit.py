@@ -92,7 +92,8 @@ class Built:
             cp_rank=cp.rank(),
         )
         share = self.architecture.padded_vocab(tp.size()) // tp.size()
-        mine = slopes()[packed.row, packed.token][:, tp.rank() * share : (tp.rank() + 1) * share]
+        token = packed.of_tokens([range(len(row.response_ids)) for row in rows], torch.int64)
+        mine = slopes()[packed.row, token][:, tp.rank() * share : (tp.rank() + 1) * share]
         with self.groups.active(), self.rng.lent():
             self.ddp.zero_grad_buffer()
             for number in range(passes):

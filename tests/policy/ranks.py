@@ -17,19 +17,24 @@ from conftest import (
     MODELS,
     ONE_KV_HEAD,
     gradients,
+    layout_of,
     make_batch,
+    make_critic,
     make_rows,
     make_trainer,
     model_name,
     off_policy_batch,
+    run_critic,
     run_updates,
     weights,
     whole_logits,
 )
 
+from drmas.config.schema import LossConfig, PolicyConfig
 from drmas.errors import ConfigError
 from drmas.policy import host_platform
 from drmas.policy.groups import Groups, destroy, init_distributed
+from drmas.policy.reference import Reference
 
 
 def same_on_every_rank(value: Any) -> bool:
@@ -142,6 +147,25 @@ def two_policies(models: Path, groups: Groups) -> dict[str, Any]:
     return {"qwen3-tied/tp2-sp": weights(one), "qwen2-untied/dp2": weights(other)}
 
 
+def critics(models: Path, groups: Groups) -> dict[str, Any]:
+    """A critic and a policy with a reference, by layout."""
+    found = {}
+    for name, settings in LAYOUTS.items():
+        updates = run_critic(make_critic(models / "qwen3-tied", groups, **settings))
+        config = PolicyConfig(model="llama", **settings)
+        reference = Reference("main", config, model_path=models / "llama-tied", layout=layout_of(config, groups))
+        loss = LossConfig(kl="k2", kl_coefficient=0.5)
+        result = make_trainer(models / "qwen3-tied", groups, loss=loss, reference=reference, **settings).update(make_batch())
+        found[name] = {**updates, "kl": {"metrics": result.metrics, "agents": result.agents}}
+    return found
+
+
+def frozen_embedding(models: Path, groups: Groups) -> dict[str, Any]:
+    """The first stage's embedding is tied to the last stage's head: both stay, or the stages wait for each other."""
+    trainer = make_trainer(models / "qwen3-tied", groups, freeze=["model.embed_tokens.*"], **LAYOUTS["pp2"])
+    return {"reports": run_updates(trainer, 2), "weights": weights(trainer)}
+
+
 def refused_layout(models: Path, groups: Groups) -> str:
     try:
         make_trainer(models / "qwen3-tied", groups, tensor_parallel=4)
@@ -173,6 +197,8 @@ def main(models: Path, shared: Path) -> None:
         "idle": idle_rank(models, groups),
         "infinite": infinite_gradient(models, groups),
         "checkpoints": checkpoints(models, groups, shared),
+        "critics": critics(models, groups),
+        "frozen embedding": frozen_embedding(models, groups),
         "two policies": two_policies(models, groups),
         "refused": refused_layout(models, groups),
     }

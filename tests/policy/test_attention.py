@@ -135,6 +135,7 @@ def test_the_plan_is_made_once_per_pack():
     inputs = states(packed, 2)
     first = core(SdpaAttention).attend(*inputs, packed.params)
     plan = packed.params.prepared
+    assert plan is not None
     assert torch.equal(core(SdpaAttention).attend(*inputs, packed.params), first)
     assert packed.params.prepared is plan
 

@@ -82,7 +82,7 @@ def on_two_ranks(world, models, tmp_path_factory, kit):
     return kit.launch("attention_ranks.py", 2, models, tmp_path_factory.mktemp("attention"))
 
 
-def assert_equal(found, expected, *, rounding: float = 1e-5) -> None:
+def assert_equal(found, expected, *, rounding: float = 3e-5) -> None:
     """Losses, and each gradient relative to its own largest element."""
     torch.testing.assert_close(found[0], expected[0], atol=rounding, rtol=0)
     assert found[1].keys() == expected[1].keys()

@@ -48,7 +48,6 @@ def beside_torch(trained: Trained, oracle: Oracle, steps: int = 3) -> None:
     for step in range(1, steps + 1):
         flags = trained.update(step)
         assert float(flags.norm) == pytest.approx(oracle.update(step), rel=1e-6)
-        assert float(flags.slot_norms.square().sum().sqrt()) == pytest.approx(float(flags.norm), rel=1e-12)
         assert bool(flags.applied)
     assert oracle.main_difference(trained) < CLOSE
 

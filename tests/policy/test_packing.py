@@ -86,8 +86,9 @@ def test_every_token_sees_its_own_row_up_to_itself_and_nothing_else(layout, rows
     found = set()
     for packed in packs:
         places = _places(packed)
-        columns = (packed.source, packed.target, packed.row, packed.token)
-        for source, target, row, token in zip(*(column.tolist() for column in columns), strict=True):
+        columns = (packed.source, packed.target, packed.row, packed.place)
+        for source, target, row, place in zip(*(column.tolist() for column in columns), strict=True):
+            token = place - sum(len(each.response_ids) for each in rows[:row])
             assert target == rows[row].response_ids[token]
             before = (rows[row].prompt_ids + rows[row].response_ids)[: len(rows[row].prompt_ids) + token]
             seen = sees[places[source]]
@@ -134,7 +135,8 @@ def test_every_response_token_is_predicted_by_the_state_before_it():
     assert packed.target.tolist() == [4, 5, 7, 8, 9]
     assert packed.ids[0, packed.source].tolist() == [3, 4, 6, 7, 8]
     assert packed.row.tolist() == [0, 0, 1, 1, 1]
-    assert packed.token.tolist() == [0, 1, 0, 1, 2]
+    assert packed.of_rows([0.5, 0.25]).tolist() == [0.5, 0.5, 0.25, 0.25, 0.25]
+    assert packed.of_tokens([[1, 2], [3, 4, 5]], torch.int64).tolist() == [1, 2, 3, 4, 5]
     assert packed.params.qkv_format == "thd"
     assert packed.params.cu_seqlens_q.tolist() == packed.params.cu_seqlens_kv.tolist() == [0, 4, 7]
     assert packed.params.cu_seqlens_q.dtype == torch.int32
@@ -166,7 +168,7 @@ def test_I4_the_tail_predicts_nothing(layout):
     plain, padded = pack(rows, device=CPU, **layout), pack(rows, device=CPU, multiple=4, **layout)
     assert padded.ids.shape == (1, 8)
     assert padded.tokens == plain.tokens == 7
-    for name in ("source", "target", "row", "token"):
+    for name in ("source", "target", "row", "place"):
         assert torch.equal(getattr(plain, name), getattr(padded, name))
     if "thd" in layout:
         assert padded.params.cu_seqlens_q.tolist() == [0, 4, 7, 8]
@@ -185,7 +187,7 @@ def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_each_row():
 def test_a_context_parallel_rank_may_predict_nothing():
     first, second = (pack([make([1, 2, 3, 4], [5])], device=CPU, cp_size=2, cp_rank=rank) for rank in range(2))
     assert (first.source.tolist(), second.source.tolist()) == ([1], [])
-    assert second.target.shape == second.row.shape == second.token.shape == (0,)
+    assert second.target.shape == second.row.shape == second.place.shape == (0,)
 
 
 @pytest.mark.parametrize(("lengths", "longest"), [((3, 5), 128), ((128,), 256), ((64, 64), 256), ((130, 2), 256)])

@@ -558,3 +558,11 @@ def test_recomputed_layers_behind_a_frozen_embedding_learn(kit, trainer_of):
     plain, recomputed = trainer_of("llama-untied", **frozen), trainer_of("llama-untied", recompute="full", **frozen)
     assert kit.run_updates(plain, 2) == kit.run_updates(recomputed, 2)
     assert kit.largest_difference(kit.weights(plain), kit.weights(recomputed)) == 0.0
+
+
+def test_a_frozen_tied_embedding_of_a_pipeline_stays_on_both_stages(kit, trainer_of, two_ranks):
+    trainer = trainer_of("qwen3-tied", freeze=["model.embed_tokens.*"])
+    found = two_ranks["frozen embedding"]
+    for one, other in zip(kit.run_updates(trainer, 2), found["reports"], strict=True):
+        assert_same_update(one, other)
+    assert kit.largest_difference(found["weights"], kit.weights(trainer)) < 1e-6

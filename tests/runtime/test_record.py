@@ -53,7 +53,7 @@ def test_several_updates_merge_by_tokens_and_a_broken_norm_stays_visible() -> No
     for tokens, entropy, norm, low in ((10.0, 1.0, math.nan, 0.9), (30.0, 2.0, 1.0, 0.5)):
         agent = {**AGENT, "tokens": tokens, "entropy": entropy, "ratio_min": low}
         step = UPDATE | {"loss": entropy, "grad_norm": norm, "tokens": tokens, "skipped": float(math.isnan(norm))}
-        report.update(UpdateResult(step, {"solver": agent}), seconds=1.0)
+        report.update(UpdateResult(step, {"solver": agent}, seconds=1.0))
     record = StepRecord(policies={"main": report})
     record.add_seconds("train", 2.5)
     metrics = metrics_of(record, episode(0, 1.0, "solver"), peaks={"main": 16e9})
@@ -74,7 +74,7 @@ def test_several_updates_merge_by_tokens_and_a_broken_norm_stays_visible() -> No
 def test_an_agents_gradient_norm_is_the_largest_of_the_updates_that_measured_it() -> None:
     report = PolicyReport(version=3)
     for norm in ({"grad_norm": 2.0}, {}, {"grad_norm": 1.0}):
-        report.update(UpdateResult(UPDATE, {"solver": AGENT | norm, "verifier": AGENT}), seconds=1.0)
+        report.update(UpdateResult(UPDATE, {"solver": AGENT | norm, "verifier": AGENT}, seconds=1.0))
     metrics = metrics_of(StepRecord(policies={"main": report}), episode(0, 1.0, "solver", "verifier"))
     assert metrics["train/main/solver/grad_norm"] == 2.0
     assert "train/main/verifier/grad_norm" not in metrics
@@ -82,9 +82,9 @@ def test_an_agents_gradient_norm_is_the_largest_of_the_updates_that_measured_it(
 
 def test_the_teams_saved_tokens_and_memory_are_those_of_all_policies() -> None:
     reports = {name: PolicyReport(version=1, peak_memory_bytes=peak) for name, peak in (("one", 5.0), ("other", 9.0))}
-    reports["one"].update(UpdateResult(UPDATE, {}), seconds=1.0)
+    reports["one"].update(UpdateResult(UPDATE, {}, seconds=1.0))
     for _ in range(2):
-        reports["other"].update(UpdateResult(UPDATE | {"tokens_saved": 7.0}, {}), seconds=1.0)
+        reports["other"].update(UpdateResult(UPDATE | {"tokens_saved": 7.0}, {}, seconds=1.0))
     metrics = metrics_of(StepRecord(policies=reports), episode(0, 1.0, "solver"))
     assert metrics["train/tokens_saved"] == 34
     assert metrics["train/peak_memory_bytes"] == 9
@@ -103,7 +103,7 @@ def test_I11_the_gap_is_that_of_the_weights_that_sampled() -> None:
     report = PolicyReport(version=0)
     row = Row("t", "t#0", "solver", "main", 0, [1], [2, 3], [-1.0, -2.0], [0, 0], 1.0)
     report.logprob_gap([row], [[-1.0, -2.5]])
-    report.update(UpdateResult(UPDATE, {"solver": {**AGENT, "logprob_gap_max": 9.0}, "verifier": AGENT}), seconds=1.0)
+    report.update(UpdateResult(UPDATE, {"solver": {**AGENT, "logprob_gap_max": 9.0}, "verifier": AGENT}, seconds=1.0))
     metrics = metrics_of(StepRecord(policies={"main": report}), episode(0, 1.0, "solver", "verifier"))
     assert metrics["rollout/solver/logprob_gap_mean"] == pytest.approx(0.25)
     assert metrics["rollout/solver/logprob_gap_max"] == pytest.approx(0.5)
@@ -113,7 +113,7 @@ def test_I11_the_gap_is_that_of_the_weights_that_sampled() -> None:
 
 def test_a_report_survives_its_way_to_the_other_ranks() -> None:
     report = PolicyReport(version=2, rows=5, peak_memory_bytes=7.0)
-    report.update(UpdateResult(UPDATE | {"grad_norm": math.inf}, {"solver": AGENT}), seconds=0.25)
+    report.update(UpdateResult(UPDATE | {"grad_norm": math.inf}, {"solver": AGENT}, seconds=0.25))
     assert PolicyReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
 
 
