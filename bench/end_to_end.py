@@ -3,8 +3,9 @@
 Every side makes the same update of the recipe's first policy (forward, backward, clipping, AdamW) on the batch of one step of
 the recipe: its own tasks, prompts and team, answered by a script. Rows, weights and token budget per microbatch are the same:
 
-    drmas              PolicyTrainer.update, as the recipe has it
+    drmas              PolicyTrainer.update without gradient norms per agent, which the others don't measure either
     drmas, unshared    the same without prefix sharing
+    drmas, as run      as the recipe has it, gradient norms per agent included
     transformers       rows packed end to end with their positions, the loss from whole logits, torch's fused AdamW
     transformers, kept the same, with logits of the response tokens only (`logits_to_keep`)
 
@@ -47,7 +48,6 @@ from drmas.rollout.scripted import ScriptedEngine
 from drmas.runtime.models import resolve_model
 from drmas.types import Row, rows_of
 
-SIDES = ("drmas", "drmas, unshared", "transformers", "transformers, kept")
 Step = Callable[[], float]
 
 
@@ -73,13 +73,13 @@ def rows_of_a_step(config: RunConfig, name: str, folder: Path) -> list[Row]:
     return [row for row in rows if row.policy == name and row.status == "ok"]
 
 
-def ours(config: RunConfig, name: str, folder: Path, *, sharing: bool) -> Step:
+def ours(config: RunConfig, name: str, folder: Path, **changes: Any) -> Step:
     from drmas.policy.batch import PolicyBatch
     from drmas.policy.groups import Groups, init_distributed
     from drmas.policy.trainer import PolicyTrainer
 
     init_distributed()
-    policy = config.policies[name].model_copy(update={"prefix_sharing": sharing})
+    policy = config.policies[name].model_copy(update=changes)
     rows = rows_of_a_step(config, name, folder)
     trainer = PolicyTrainer(
         name,
@@ -158,14 +158,22 @@ def packed(rows: list[Row], share: list[int], weights: list[float], advantages: 
     )
 
 
+MAKERS = {
+    "drmas": (ours, {"agent_grad_norm_every": 0}),
+    "drmas, unshared": (ours, {"agent_grad_norm_every": 0, "prefix_sharing": False}),
+    "drmas, as run": (ours, {}),
+    "transformers": (plain, {"keep": False}),
+    "transformers, kept": (plain, {"keep": True}),
+}
+
+
 def child(side: str, config: RunConfig, threads: int, where: bool) -> None:
     """Make a step, then one for every line that comes in; answer with seconds, the loss and the peak so far."""
     set_threads(threads)
     name = next(iter(config.policies))
     folder = resolve_model(config.policies[name].model)
-    make = ours if side.startswith("drmas") else plain
-    option = {"sharing": side == "drmas"} if make is ours else {"keep": side.endswith("kept")}
-    step = make(config, name, folder, **option)
+    make, options = MAKERS[side]
+    step = make(config, name, folder, **options)
     step()
     Path("/proc/self/clear_refs").write_text("5")
     print(json.dumps({"tokens": sum(row.num_tokens for row in rows_of_a_step(config, name, folder))}), flush=True)
@@ -201,7 +209,7 @@ def spawn(side: str, args: argparse.Namespace) -> subprocess.Popen:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Per side: tokens, best seconds, loss of the first measured step, peak bytes, operators."""
     found: dict[str, Any] = {}
-    sides = {side: spawn(side, args) for side in SIDES if side in (args.sides or SIDES)}
+    sides = {side: spawn(side, args) for side in MAKERS if side in (args.sides or MAKERS)}
     try:
         for side, process in sides.items():
             found[side] = read(process) | {"seconds": float("inf")}
@@ -245,7 +253,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--where", action="store_true", help="print the costliest operators of each side's step")
-    parser.add_argument("--sides", action="append", choices=SIDES, help="measure these only; several times")
+    parser.add_argument("--sides", action="append", choices=MAKERS, help="measure these only; several times")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     args, args.overrides = parser.parse_known_args()
     config = load(args.recipe, args.overrides)

@@ -71,6 +71,7 @@ class Critic:
                 self.name, self.model, self.config, layout, total_steps=total_steps, overlap=self.stack.overlap
             )
         self._passes = Passes(self.model, layout, self.config, self.stack, token_cost(self.architecture.shape))
+        host_platform.trim()
 
     def _load_model(self, folder: Path) -> PolicyModel:
         """The policy's architecture whose output layer, which isn't loaded, is a value head."""

@@ -12,6 +12,7 @@ Called by `drmas.policy` at import, before any import of megatron.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import os
@@ -57,6 +58,14 @@ def device() -> torch.device:
 def upload(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
     """A host's tensor on `target`; the host doesn't wait for a GPU's queue, since the copy starts from pinned memory."""
     return tensor.pin_memory().to(target, non_blocking=True) if target.type == "cuda" else tensor.to(target)
+
+
+def trim() -> None:
+    """Give freed memory back to the system, where the C library keeps it (glibc). Building a model on a host leaves a copy of
+    its weights free, half of them in pieces too small to be returned by themselves."""
+    trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if is_host() and trim_heap is not None:
+        trim_heap(0)
 
 
 def backend() -> str:

@@ -91,6 +91,7 @@ class PolicyTrainer:
         self._passes = Passes(self.model, layout, config, self.stack, token_cost(self.architecture.shape))
         self._head = Head(self.model, self.architecture, layout)
         self._scorer = Scorer(self._passes, self._head)
+        host_platform.trim()
 
     def _load_model(self, seed: int) -> PolicyModel:
         """The model with its weights, and `requires_grad` where it is trained."""
