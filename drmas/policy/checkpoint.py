@@ -3,30 +3,30 @@
 Megatron's dist_checkpointing writes each tensor under its whole shape, so that a policy saved on one tensor-, pipeline-,
 context- and data-parallel size loads on another. On the CPU, at the same layout, a resumed policy repeats the uninterrupted one
 bit by bit. At another layout it differs by the rounding of sums in another order, and random states start anew from the seed.
-On GPUs weights, moments and schedule come back as they were; that the next update has equal bits is not promised. Of a policy
-with adapters only what is trained is saved; the base is the model folder's. The episode data and the step counter of the run
-are the runtime's business. Called by the trainer inside its active context, on all of the policy's ranks; `read_facts` needs
-no ranks.
+On GPUs weights, moments and schedule come back as they were; that the next update has equal bits is not promised, and scales of
+fp8 are measured anew. Of a policy with adapters only what is trained is saved, with a digest of the base, which is the model
+folder's. The episode data and the step counter of the run are the runtime's business. Called by the trainer inside its active
+context, on all of the policy's ranks; `read_facts` needs no ranks.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
+import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.metadata import Metadata
 
 from drmas.errors import CheckpointError
-from drmas.policy import folders
+from drmas.policy import checkpoint_reader, folders
 from drmas.policy.checkpoint_writer import MANIFEST, PendingSave
-from drmas.policy.optimizer_state import OptimizerState
+from drmas.policy.optimizer_state import OptimizerState, Sharded
 
 if TYPE_CHECKING:
     from drmas.policy.trainer import PolicyTrainer
@@ -56,30 +56,38 @@ def save_async(trainer: PolicyTrainer, folder: Path) -> PendingSave:
 
 
 def load(trainer: PolicyTrainer, folder: Path) -> None:
-    """Continue from `folder`. CheckpointError, with nothing changed: missing, incomplete, of another format or model."""
-    facts = trainer.groups.on_leader(lambda: read_facts(folder))
-    _check_model(trainer, folder, facts)
-    model, state = _model_state(trainer), {}
+    """Continue from `folder`. CheckpointError, with nothing changed: missing, incomplete, of another format, model or base.
+
+    So too where an entry is missing or has another shape, or the random states can't be read. Tensors are read into their
+    places, because there may be no room for a second copy: a CheckpointError over the bytes of one of them leaves weights and
+    moments partly read, and the policy is not to be used. Schedule, random states and version change last.
+    """
+    facts = _fitting_facts(trainer, folder)
+    model, state, rng = _model_state(trainer), {}, {}
     optimizer = _optimizer_state(trainer, model)
     if optimizer is not None:
         state["optimizer"] = optimizer.to_load()
     if facts["layout"] == trainer.groups.sizes():  # states belong to ranks; on another layout the run's seed makes new ones
-        state["rng"] = _rng(trainer)
-    _load_model(trainer, folder, model)
-    loaded = _read(folder, state, get_default_load_sharded_strategy(str(folder)))
+        rng["rng"] = _rng(trainer)
+    listing = _listing(trainer, folder, {"model": model, **state, **rng})
+    strategy = checkpoint_reader.ListedTensors(listing)
+    if rng:
+        rng = checkpoint_reader.read(folder, rng, strategy)
+        _agree(trainer, folder, None if trainer.rng.fits(rng["rng"]) else "has no random states of this policy")
+    _load_model(trainer, folder, model, listing)
     if optimizer is not None:
-        optimizer.take(loaded["optimizer"])
+        optimizer.take(checkpoint_reader.read(folder, state, strategy)["optimizer"])
         trainer.optimizer.load_state(facts["optimizer"], steps=facts["steps"])
-    if "rng" in state:
-        trainer.rng.restore(loaded["rng"])
+    if rng:
+        trainer.rng.restore(rng["rng"])
     trainer.version = facts["version"]
 
 
 def load_weights(trainer: PolicyTrainer, folder: Path) -> None:
     """Take the weights and the version of `folder`, whether it was trainable or not. CheckpointError as `load`."""
-    facts = trainer.groups.on_leader(lambda: read_facts(folder))
-    _check_model(trainer, folder, facts, but=("trainable",))
-    _load_model(trainer, folder, _model_state(trainer))
+    facts = _fitting_facts(trainer, folder, but=("trainable",))
+    model = _model_state(trainer)
+    _load_model(trainer, folder, model, _listing(trainer, folder, {"model": model}))
     trainer.version = facts["version"]
 
 
@@ -106,31 +114,69 @@ def check_whole(folder: Path) -> None:
 def read_facts(folder: Path) -> dict[str, Any]:
     """What a checkpoint says of itself: `version`, `steps` of the schedule, `layout`, `model`. CheckpointError if not whole."""
     check_whole(folder)
-    try:
-        facts = dist_checkpointing.load_common_state_dict(str(folder)).get("policy", {})
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError, CheckpointingException) as error:
-        raise CheckpointError(f"checkpoint {str(folder)!r} can't be read: {error}; use an older one") from error
+    facts = checkpoint_reader.read_plain(folder).get("policy", {})
     if facts.get("format") != _FORMAT:
         raise CheckpointError(f"checkpoint {str(folder)!r} has format {facts.get('format')!r}; this version reads {_FORMAT}")
     return facts
 
 
 def model_facts(trainer: PolicyTrainer) -> dict[str, Any]:
-    """What must be equal for a checkpoint to fit the policy."""
+    """What must be equal for a checkpoint to fit the policy. Collective."""
     lora = trainer.config.lora
     return {
         **trainer.architecture.fingerprint(),
         "dtype": trainer.config.dtype,
         "trainable": trainer.config.trainable,
         "lora": None if lora is None else lora.model_dump(),
+        "base model": None if lora is None else trainer.groups.on_leader(lambda: base_digest(trainer.model_path)),
     }
 
 
-def _check_model(trainer: PolicyTrainer, folder: Path, facts: dict[str, Any], *, but: tuple[str, ...] = ()) -> None:
+def base_digest(folder: Path) -> str:
+    """Of the model in `folder`, however it is cut into files: every tensor's name, type and shape, and of its values one row.
+
+    So that it is cheap; another training run changes some value in one of the rows. CheckpointError: it can't be read.
+    """
+    index, tensors = folder / "model.safetensors.index.json", {}
+    try:
+        files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+        for name in files:
+            with safe_open(folder / name, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118, it is no dict
+                    part = file.get_slice(key)
+                    shape = part.get_shape()
+                    row = part[shape[0] // 2 : shape[0] // 2 + 1] if len(shape) > 1 else file.get_tensor(key)
+                    values = row.contiguous().view(torch.uint8).numpy().tobytes()
+                    tensors[key] = [part.get_dtype(), shape, blake2b(values, digest_size=16).hexdigest()]
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"the base model in {str(folder)!r} can't be read: {error}") from error
+    return blake2b(json.dumps(tensors, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _fitting_facts(trainer: PolicyTrainer, folder: Path, *, but: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The checkpoint's facts. CheckpointError: one of its model, except `but`, is another than the policy's."""
+    facts = trainer.groups.on_leader(lambda: read_facts(folder))
     for key, expected in model_facts(trainer).items():
         found = facts["model"].get(key)
         if found != expected and key not in but:
             raise CheckpointError(f"checkpoint {str(folder)!r} has {key} {found!r}; policies.{trainer.name} has {expected!r}")
+    return facts
+
+
+def _listing(trainer: PolicyTrainer, folder: Path, state: dict[str, Any]) -> Metadata:
+    """What the checkpoint holds. CheckpointError: not all of any rank's `state`."""
+    listing = trainer.groups.on_leader(lambda: checkpoint_reader.read_listing(folder))
+    _agree(trainer, folder, checkpoint_reader.lacks(listing, state))
+    return listing
+
+
+def _agree(trainer: PolicyTrainer, folder: Path, trouble: str | None) -> None:
+    """CheckpointError on every rank of the policy if any of them has met `trouble` with the checkpoint."""
+    every = [None] * trainer.groups.whole.size()
+    dist.all_gather_object(every, trouble, group=trainer.groups.whole)
+    for each in every:
+        if each is not None:
+            raise CheckpointError(f"checkpoint {str(folder)!r} {each}; use another one")
 
 
 def _state(trainer: PolicyTrainer) -> dict[str, Any]:
@@ -144,12 +190,16 @@ def _state(trainer: PolicyTrainer) -> dict[str, Any]:
     return state
 
 
-def _model_state(trainer: PolicyTrainer) -> dict[str, Any]:
-    """This rank's sharded tensors of the model; of a policy with adapters only those that are trained."""
+def _model_state(trainer: PolicyTrainer) -> dict[str, Sharded]:
+    """This rank's sharded tensors of the model; of a policy with adapters only those that are trained.
+
+    Without the layers' extra state: TransformerEngine keeps scales in it, as a pickle that it opens unasked.
+    """
     state = trainer.model.sharded_state_dict(metadata={**_SHARDING, "dp_cp_group": trainer.groups.dp_cp})
+    tensors = {name: sharded for name, sharded in state.items() if isinstance(sharded, Sharded)}
     if trainer.config.lora is None:
-        return state
-    return {name: sharded for name, sharded in state.items() if getattr(sharded.data, "requires_grad", False)}
+        return tensors
+    return {name: sharded for name, sharded in tensors.items() if sharded.data.requires_grad}
 
 
 def _optimizer_state(trainer: PolicyTrainer, model: dict[str, Any]) -> OptimizerState | None:
@@ -175,18 +225,7 @@ def _facts(trainer: PolicyTrainer) -> dict[str, Any]:
     return facts
 
 
-def _load_model(trainer: PolicyTrainer, folder: Path, state: dict[str, Any]) -> None:
+def _load_model(trainer: PolicyTrainer, folder: Path, state: dict[str, Sharded], listing: Metadata) -> None:
     """Fill the model. Replicas read a part each and exchange them; the optimiser's parts they need apart anyway."""
-    strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), trainer.groups.dp_cp)
-    loaded = _read(folder, {"model": state}, strategy)["model"]
-    _, unexpected = trainer.model.load_state_dict(loaded, strict=trainer.config.lora is None)
-    if unexpected:
-        raise CheckpointError(f"checkpoint {str(folder)!r} has {unexpected[0]}, which policies.{trainer.name} has not")
-
-
-def _read(folder: Path, state: dict[str, Any], strategy: LoadShardedStrategy) -> dict[str, Any]:
-    """`state` with what the checkpoint holds of it; tensors that are there are read into."""
-    try:
-        return dist_checkpointing.load(state, str(folder), sharded_strategy=strategy)
-    except (CheckpointingException, KeyError, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"checkpoint {str(folder)!r} can't be read: {error}; use an older one") from error
+    strategy = FullyParallelLoadStrategyWrapper(checkpoint_reader.ListedTensors(listing), trainer.groups.dp_cp)
+    trainer.model.load_state_dict(checkpoint_reader.read(folder, {"model": state}, strategy)["model"], strict=False)

@@ -38,10 +38,9 @@ class _Place:
 class OptimizerState:
     """The tensors of `optimizer` for the parameters in `model`, a sharded state dict that holds the parameters themselves."""
 
-    def __init__(self, optimizer: DistributedOptimizer, model: dict[str, Any]) -> None:
+    def __init__(self, optimizer: DistributedOptimizer, model: dict[str, Sharded]) -> None:
         self._optimizer, self._group = optimizer, optimizer.data_parallel_group
-        kinds = ShardedTensor | ShardedTensorFactory
-        self._sharded = {sharded.data: (name, sharded) for name, sharded in model.items() if isinstance(sharded, kinds)}
+        self._sharded = {sharded.data: (name, sharded) for name, sharded in model.items()}
 
     def to_save(self) -> dict[str, Sharded]:
         """This rank's share. Tensors share memory with the optimiser where they lie whole on this rank."""

@@ -30,6 +30,15 @@ def _write(state: State) -> None:
     get_cuda_rng_tracker().set_states(state["tracker"])
 
 
+def _alike(found: Any, like: Any) -> bool:
+    """True when the same keys lead to tensors of the same kind."""
+    if isinstance(like, dict):
+        return isinstance(found, dict) and found.keys() == like.keys() and all(_alike(found[key], like[key]) for key in like)
+    if isinstance(like, torch.Tensor):
+        return isinstance(found, torch.Tensor) and (found.dtype, found.shape) == (like.dtype, like.shape)
+    return found == like
+
+
 class PolicyRng:
     """A policy's generators, seeded by `seed` and by its tensor-parallel rank."""
 
@@ -50,6 +59,10 @@ class PolicyRng:
         finally:
             self.state = _read()
             _write(before)
+
+    def fits(self, state: Any) -> bool:
+        """True when `state` is made as this policy's states are."""
+        return _alike(state, self.state)
 
     def restore(self, state: State) -> None:
         """Continue from a saved `state`; takes effect now where the states are lent already."""

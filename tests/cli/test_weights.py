@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -119,6 +120,39 @@ def test_a_damaged_checkpoint_is_not_exported(run):
     (run / "checkpoints" / "step_2" / "policy-main" / "__0_0.distcp").write_bytes(b"short")
     with pytest.raises(CheckpointError, match=r"__0_0.distcp has 5 bytes"):
         export_run(run)
+
+
+class Trap:
+    """Makes the folder `place` when it is unpickled."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.place),)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_a_checkpoint_runs_nothing_when_it_is_opened(drmas, run, place, tmp_path, name):
+    folder = run / "checkpoints" / "step_2" / "policy-main"
+    trap = Trap(tmp_path / "sprung")
+    if name == ".metadata":
+        listing = pickle.loads((folder / name).read_bytes())
+        listing.planner_data = trap
+        (folder / name).write_bytes(pickle.dumps(listing))
+    else:
+        torch.save({"policy": trap}, folder / name)
+    sizes = json.loads((folder / "files.json").read_text()) | {name: (folder / name).stat().st_size}
+    (folder / "files.json").write_text(json.dumps(sizes))
+    done = drmas("export", str(run), "--policy", "main", "--output", str(tmp_path / "out"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"drmas: {folder / name} can't be read: it names posix.mkdir, which no checkpoint needs" in done.stderr
+    assert "Traceback" not in done.stderr
+    if name == "common.pt":  # of the checkpoint that it replaces an import reads the facts alone
+        with pytest.raises(CheckpointError, match=r"posix.mkdir"):
+            import_model(run, policy="main", model=place / "other")
+    assert not (tmp_path / "sprung").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_is_no_run_and_a_run_without_checkpoints_are_refused(run, place, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -13,10 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from drmas.agents.team import load_team
 from drmas.errors import CheckpointError
 from drmas.policy import checkpoint, checkpoint_writer, folders
+from drmas.policy.broadcast import Broadcast
+from drmas.runtime.resume import Checkpoints
 
 LAYOUTS = ("tp2", "tp2-sp", "dp2")
 MOVED = {"qwen3-tied": {}, "qwen2-untied": {"dtype": "bfloat16"}}
@@ -409,3 +414,140 @@ def test_a_checkpoint_of_another_model_is_refused(trainer_of, tmp_path, name, se
     trainer_of("qwen3-tied").save(tmp_path / "one")
     with pytest.raises(CheckpointError, match=message):
         trainer_of(name, **settings).load(tmp_path / "one")
+
+
+class Trap:
+    """Makes the folder `place` when it is unpickled."""
+
+    def __init__(self, place):
+        self.place = place
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.place),)
+
+
+def relist(folder, change):
+    """`change` the list of tensors, so that the checkpoint is whole by its files and their sizes."""
+    listing = pickle.loads((folder / ".metadata").read_bytes())
+    change(listing)
+    (folder / ".metadata").write_bytes(pickle.dumps(listing))
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.name != "files.json"}
+    (folder / "files.json").write_text(json.dumps(sizes))
+
+
+def replace_entry(folder, key, content):
+    """Put `content` in the place of the first entry whose name starts with `key`."""
+    with open(folder / "__0_0.distcp", "ab") as stream:
+        start = stream.seek(0, os.SEEK_END)
+        torch.save(content, stream)
+        length = stream.tell() - start
+
+    def change(listing):
+        place = next(place for index, place in listing.storage_data.items() if index.fqn.startswith(key))
+        place.offset, place.length = start, length
+
+    relist(folder, change)
+
+
+def plant(folder, where, trap):
+    if where == "list":
+        relist(folder, lambda listing: setattr(listing, "planner_data", trap))
+    elif where == "facts":
+        torch.save({"policy": trap}, folder / "common.pt")
+        relist(folder, lambda listing: None)
+    else:
+        replace_entry(folder, where, [trap])
+
+
+@pytest.mark.parametrize("where", ["list", "facts", "rng", "decoder", "optimizer"])
+def test_nothing_that_a_checkpoint_names_is_run(kit, trainer_of, tmp_path, where):
+    """By the policy itself, by a run that is resumed, and where the weights are taken alone, as for an export."""
+    trainer, folder = trainer_of("qwen3-tied"), tmp_path / "checkpoints" / "step_1" / "policy-main"
+    trainer.save(folder)
+    plant(folder, where, Trap(tmp_path / "sprung"))
+    with pytest.raises(CheckpointError, match=r"can't be read: it names posix.mkdir, which no checkpoint needs") as refused:
+        trainer.load(folder)
+    file = {"list": ".metadata", "facts": "common.pt", "rng": "__0_0.distcp"}.get(where, "")
+    assert str(folder / file) in str(refused.value)
+    team = load_team({"name": "solver-verifier"})
+    with pytest.raises(CheckpointError, match=r"posix.mkdir"):
+        Checkpoints(tmp_path, team, Broadcast(), keep=1).load(1, {"main": trainer})
+    if where in ("list", "facts", "decoder"):  # the others aren't read for it
+        with trainer.active(), pytest.raises(CheckpointError, match=r"posix.mkdir"):
+            checkpoint.load_weights(trainer, folder)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_tensor_that_the_list_calls_an_object_is_refused(trainer_of, tmp_path):
+    trainer = trainer_of("qwen3-tied")
+    trainer.save(tmp_path / "one")
+    key = "decoder.final_layernorm.weight"
+    relist(tmp_path / "one", lambda listing: listing.state_dict_metadata.update({key: BytesStorageMetadata()}))
+    with pytest.raises(CheckpointError, match=r"\.metadata can't be read: .*decoder.final_layernorm.weight"):
+        trainer.load(tmp_path / "one")
+
+
+def test_a_checkpoint_reads_no_file_but_its_own(trainer_of, tmp_path):
+    trainer = trainer_of("qwen3-tied")
+    trainer.save(tmp_path / "one")
+    shutil.copy(tmp_path / "one" / "__0_0.distcp", tmp_path / "another")
+
+    def change(listing):
+        next(iter(listing.storage_data.values())).relative_path = "../another"
+
+    relist(tmp_path / "one", change)
+    with pytest.raises(CheckpointError, match=r"names \.\./another, which is no file of the checkpoint"):
+        trainer.load(tmp_path / "one")
+
+
+def without(key):
+    def change(listing):
+        del listing.state_dict_metadata[next(name for name in listing.state_dict_metadata if name.startswith(key))]
+
+    return lambda folder: relist(folder, change)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without("decoder"), r"one' has no decoder\."),
+        (without("optimizer.state.exp_avg_sq"), r"one' has no optimizer.state.exp_avg_sq\."),
+        (without("rng"), r"one' has no rng/shard_0_1"),
+        (lambda folder: replace_entry(folder, "rng", [{"cpu": torch.zeros(3)}]), r"one' has no random states of this policy"),
+        (
+            lambda folder: (folder / ".metadata").write_bytes(bytes((folder / ".metadata").stat().st_size)),
+            r"\.metadata can't be",
+        ),
+    ],
+    ids=["weights", "moments", "no random states", "others", "zeros"],
+)
+def test_a_checkpoint_is_refused_before_anything_is_changed(kit, trainer_of, tmp_path, damage, message):
+    saved, trainer = trainer_of("qwen3-tied"), trainer_of("qwen3-tied", seed=99)
+    scramble(saved)
+    saved.save(tmp_path / "one")
+    damage(tmp_path / "one")
+    weights, moments, state = kit.weights(trainer), optimizer_tensors(trainer), trainer.rng.state["cpu"].clone()
+    with pytest.raises(CheckpointError, match=message):
+        trainer.load(tmp_path / "one")
+    assert kit.largest_difference(kit.weights(trainer), weights) == 0.0
+    assert all(torch.equal(*pair) for pair in zip(optimizer_tensors(trainer), moments, strict=True))
+    assert torch.equal(trainer.rng.state["cpu"], state)
+    assert (trainer.version, trainer.optimizer.steps) == (0, 0)
+
+
+def test_adapters_are_refused_over_another_base(kit, world, models, tmp_path):
+    """Of the same shape; the same base in another place and in other files is the same."""
+    lora = {"lora": {"rank": 4}}
+    kit.make_trainer(models / "qwen3-tied", world, **lora).save(tmp_path / "one")
+    same, other = (shutil.copytree(models / "qwen3-tied", tmp_path / name) for name in ("same", "other"))
+    tensors = load_file(same / "model.safetensors")
+    (same / "model.safetensors").unlink()
+    names = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(names.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if names[name] == file}, same / file)
+    (same / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    kit.make_trainer(same, world, **lora).load(tmp_path / "one")
+    tensors["model.layers.1.mlp.down_proj.weight"] *= 1.01
+    save_file(tensors, other / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"one' has base model '\w{32}'; policies.main has '\w{32}'"):
+        kit.make_trainer(other, world, **lora).load(tmp_path / "one")
