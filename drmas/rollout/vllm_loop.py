@@ -111,9 +111,9 @@ class EngineLoop:
         refused = []
         for message in messages:
             self._keys[message["id"]] = message["key"]
-            prompt, sampling = tokens_input(message["prompt"]), _sampling_params(message)
+            prompt, adapter = tokens_input(message["prompt"]), self._adapter
             try:
-                self._engine.add_request(str(message["id"]), prompt, sampling, lora_request=self._adapter)
+                self._engine.add_request(str(message["id"]), prompt, _sampling_params(message), lora_request=adapter)
             except (VLLMClientError, ValueError) as error:
                 refused.append({"id": message["id"], "error": str(error)})
         return refused

@@ -11,18 +11,22 @@ from drmas.config.keys import find
 from drmas.config.load import load, recipes
 from drmas.core.advantages import resolve
 
-SWITCHES = {"dry-run", "resume", "overwrite", "list", "json", "rows", "step", "help"}
+SWITCHES = {
+    *("dry-run", "resume", "overwrite", "list", "profile", "json", "rows", "step", "help"),
+    *("policy", "output", "adapter", "model"),
+}
 """Options of the commands themselves."""
 
 
 def documents(root: Path) -> list[Path]:
-    return [root / "README.md", *sorted((root / "launchers").rglob("*.md")), *sorted((root / "bench").rglob("*.md"))]
+    folders = (root / "launchers", root / "bench", root / "drmas")
+    return [root / "README.md", *(path for folder in folders for path in sorted(folder.rglob("*.md")))]
 
 
 def drmas_commands(text: str) -> list[str]:
     """The command lines that call drmas, continuation lines joined."""
     joined = re.sub(r"\s*\\\n\s*", " ", text)
-    return [line for line in joined.splitlines() if re.search(r"\bdrmas(\.cli)? (train|inspect|config)\b", line)]
+    return [line for line in joined.splitlines() if re.search(r"\bdrmas(\.cli)? (train|inspect|config|export|import)\b", line)]
 
 
 def flags(line: str) -> list[str]:
