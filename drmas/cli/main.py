@@ -111,7 +111,10 @@ def export(
     run: Run,
     step: Annotated[int | None, typer.Option("--step", help="Of which checkpoint; the newest if unset.")] = None,
     policy: Annotated[str | None, typer.Option("--policy", help="One policy only.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", help="A folder per policy goes there; RUN/export/step_N.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="A folder per policy goes there, or the one that is named; RUN/export/step_N if unset."),
+    ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="The adapters alone, as PEFT's folder.")] = False,
 ) -> None:
     """Write the policies of a checkpoint as Hugging Face folders and print where they are."""
@@ -127,7 +130,7 @@ def import_(
     policy: Annotated[str, typer.Option("--policy", help="Which policy gets the weights.")],
     model: Annotated[Path, typer.Option("--model", help="A Hugging Face folder of the policy's architecture.")],
 ) -> None:
-    """Put a model's weights into a run's newest checkpoint; drmas train --resume goes on from them."""
+    """Put a model's weights into a run's newest checkpoint, in place; drmas train --resume goes on, with moments anew."""
     from drmas.cli.weights import import_model
 
     step, version = import_model(run, policy=policy, model=model)

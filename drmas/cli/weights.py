@@ -36,7 +36,8 @@ def export_run(
 ) -> dict[str, Path]:
     """Write each trained policy of the checkpoint of `step`, the newest if unset, to `output`/NAME; where each one is.
 
-    `output` is RUN/export/step_N if unset. With `adapter`, a policy with adapters gives PEFT's folder, not a merged model.
+    `output` is RUN/export/step_N if unset; a `policy` that is named goes to a given `output` itself. With `adapter`, a policy
+    with adapters gives PEFT's folder, NAME-adapter, not a merged model.
     UserError: there is no such policy or checkpoint, or something else is in the place; all of it is found before writing.
     """
     config = _settings(run)
@@ -47,7 +48,8 @@ def export_run(
     step = steps[-1] if step is None else step
     read_whole(run, step)
     names = _trained(config, policy)
-    targets = {name: (output or run / "export" / f"step_{step}") / name for name in names}
+    parent, suffix = output or run / "export" / f"step_{step}", "-adapter" if adapter else ""
+    targets = {name: output if output and policy else parent / f"{name}{suffix}" for name in names}
     for name, target in targets.items():
         if adapter and config.policies[name].lora is None:
             raise ConfigError(f"--adapter: policies.{name}.lora is unset, so it has no adapters; leave --adapter away")
@@ -97,10 +99,15 @@ def _import(run: Path, config: RunConfig, policy: str, model: Path) -> tuple[int
     facts = checkpoint.read_facts(saved)
     start = _start_model(run, config, policy)
     adapters = config.policies[policy].lora
+    if adapters is None and not (model / "config.json").is_file():
+        raise ModelError(f"--model {model} has no config.json; expected a Hugging Face folder, as drmas export writes it")
     if adapters is None:
         _check_fits(model, start, facts["model"], policy)
     elif not (model / peft.CONFIG).is_file():
-        raise ModelError(f"policies.{policy}.lora is set, and {model} has no {peft.CONFIG}; expected a folder of PEFT's")
+        raise ModelError(
+            f"policies.{policy}.lora is set, and {model} has no {peft.CONFIG}; expected PEFT's folder, as "
+            "drmas export --adapter writes it"
+        )
     with _one_process() as groups:
         trainer = _policy(config, policy, start if adapters else model, groups, trainable=True)
         with trainer.active():

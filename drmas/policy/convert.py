@@ -8,8 +8,9 @@ by the weight sync through `WeightSource`.
 
 from __future__ import annotations
 
+import fnmatch
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -20,11 +21,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import safe_open
 
-from drmas.errors import ModelError
+from drmas.errors import ConfigError, ModelError
 from drmas.policy.architecture import Architecture
 from drmas.policy.groups import PolicyGroups
 from drmas.policy.model import PolicyModel
 
+EMBEDDING = "model.embed_tokens.weight"
 Arrangement = Literal["copy", "rows", "columns", "qkv", "gate_up"]
 """copy: the same on every rank; rows, columns: cut evenly along that dimension; qkv: query, key and value interleaved by
 key-value head, then cut by rows; gate_up: each of the two cut by rows, then joined per rank."""
@@ -61,7 +63,7 @@ class Entry:
 def slots(architecture: Architecture) -> Iterator[Slot]:
     """The whole model's parameters in Hugging Face's order; a tied head comes once, as the embedding."""
     vocabulary = (architecture.vocab, architecture.hidden)
-    yield Slot(None, "embedding.word_embeddings.weight", "rows", (("model.embed_tokens.weight", vocabulary),))
+    yield Slot(None, "embedding.word_embeddings.weight", "rows", ((EMBEDDING, vocabulary),))
     for layer in range(architecture.layers):
         yield from _layer_slots(layer, architecture)
     yield Slot(None, "decoder.final_layernorm.weight", "copy", (("model.norm.weight", (architecture.hidden,)),))
@@ -97,6 +99,26 @@ def _layer_slots(layer: int, architecture: Architecture) -> Iterator[Slot]:
     gate_up = [("mlp.gate_proj.weight", (ffn, hidden)), ("mlp.up_proj.weight", (ffn, hidden))]
     yield slot("mlp.linear_fc1.weight", "gate_up", *gate_up)
     yield slot("mlp.linear_fc2.weight", "columns", ("mlp.down_proj.weight", (hidden, ffn)))
+
+
+def frozen_names(architecture: Architecture, patterns: Sequence[str], *, policy: str) -> set[str]:
+    """The Hugging Face names that `patterns` (shell style) match.
+
+    ConfigError: a pattern that matches nothing, a part of a parameter (query, key and value are one, gate and up are one), or
+    all there is.
+    """
+    groups = [[name for name, _ in slot.tensors] for slot in slots(architecture)]
+    names, key = [name for group in groups for name in group], f"policies.{policy}.freeze"
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(f"{key} has {pattern!r}, which matches no tensor; names are like {names[0]!r} and {names[-1]!r}")
+    frozen = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
+    if len(frozen) == len(names):
+        raise ConfigError(f"{key} matches every tensor; set policies.{policy}.trainable to false instead")
+    for group in groups:
+        if not frozen.isdisjoint(group) and not frozen.issuperset(group):
+            raise ConfigError(f"{key} matches a part of {', '.join(group)}, which are one parameter; match all of them or none")
+    return frozen
 
 
 def entries(model: PolicyModel, architecture: Architecture, table: Table = slots) -> Iterator[Entry]:

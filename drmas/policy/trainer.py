@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -18,9 +17,9 @@ from drmas.config.schema import LossConfig, PolicyConfig
 from drmas.core.flops import token_cost, training_flops
 from drmas.errors import ConfigError, DataError
 from drmas.policy import checkpoint, export, host_platform, lora, mcore_fixes, peft
-from drmas.policy.architecture import read_architecture
+from drmas.policy.architecture import Architecture, read_architecture
 from drmas.policy.batch import PolicyBatch, UpdateResult, check_batch, check_rows
-from drmas.policy.convert import WeightSource, entries, load_hf
+from drmas.policy.convert import EMBEDDING, WeightSource, entries, frozen_names, load_hf
 from drmas.policy.critic import Critic
 from drmas.policy.groups import PolicyGroups
 from drmas.policy.head import Head, TokenTargets
@@ -104,7 +103,7 @@ class PolicyTrainer:
             lora.add_adapters(model, self.config.lora, self.groups, seed=seed)
             lora.share_base(model, key=(self.model_path, self.config.dtype, self.groups.ranks, *self.groups.sizes().items()))
         else:
-            freeze(model, self.config.freeze, WeightSource(model, self.architecture, self.groups), policy=self.name)
+            freeze(model, self.architecture, self.config.freeze, policy=self.name)
         return model
 
     @contextlib.contextmanager
@@ -162,14 +161,16 @@ class PolicyTrainer:
         """The critic's own update; nothing without one."""
         if self.critic is None or batch.returns is None:
             return {}
-        learnt = self.critic.update(batch.rows, batch.returns, batch.values, batch.token_weights)
+        with span("critic", self.name):
+            learnt = self.critic.update(batch.rows, batch.returns, batch.values, batch.token_weights)
         return {f"critic_{name}": value for name, value in learnt.items()}
 
     def values(self, rows: Sequence[Row]) -> list[list[float]]:
         """What the critic says of each response token of every row; 0 without one. The same on every rank."""
         if self.critic is None:
             return [[0.0] * len(row.response_ids) for row in rows]
-        return self.critic.values(rows)
+        with span("critic", self.name):
+            return self.critic.values(rows)
 
     def _accumulate(
         self,
@@ -235,10 +236,11 @@ class PolicyTrainer:
         """What a KL term measures from; None without one."""
         if self._options.kl is None:
             return None
-        if self.config.lora is None:
-            return self._reference.logprobs(rows, temperatures)
-        with self.active(), lora.without_adapters(self.model):
-            return self._scorer.logprobs(rows, temperatures)
+        with span("reference", self.name):
+            if self.config.lora is None:
+                return self._reference.logprobs(rows, temperatures)
+            with self.active(), lora.without_adapters(self.model):
+                return self._scorer.logprobs(rows, temperatures)
 
     def logprobs(self, rows: Sequence[Row], temperatures: Sequence[float]) -> list[list[float]]:
         """The log-prob of every response token of every row, in order, at the rows' temperatures; the same on every rank."""
@@ -281,27 +283,15 @@ class PolicyTrainer:
             export.write_hf_folder(self.weight_source(), model_path=self.model_path, folder=Path(folder))
 
 
-def freeze(model: PolicyModel, patterns: Sequence[str], source: WeightSource, *, policy: str) -> None:
-    """No gradient for the parameters whose Hugging Face names match. ConfigError: a pattern that matches nothing, a part of
-    a parameter (query, key and value are one, gate and up are one), or all there is."""
+def freeze(model: PolicyModel, architecture: Architecture, patterns: Sequence[str], *, policy: str) -> None:
+    """No gradient for the parameters whose Hugging Face names match. ConfigError: what `frozen_names` refuses."""
     if not patterns:
         return
-    names = [name for name, *_ in source.metadata()]
-    key = f"policies.{policy}.freeze"
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(f"{key} has {pattern!r}, which matches no tensor; names are like {names[0]!r} and {names[-1]!r}")
-    if all(any(fnmatchcase(name, pattern) for pattern in patterns) for name in names):
-        raise ConfigError(f"{key} matches every tensor; set policies.{policy}.trainable to false instead")
-    for entry in entries(model, source.architecture):
-        frozen = [any(fnmatchcase(name, pattern) for pattern in patterns) for name, _ in entry.tensors]
-        if any(frozen) != all(frozen):
-            parts = ", ".join(name for name, _ in entry.tensors)
-            raise ConfigError(f"{key} matches a part of {parts}, which are one parameter; match all of them or none")
-        if all(frozen):
+    frozen = frozen_names(architecture, patterns, policy=policy)
+    for entry in entries(model, architecture):
+        if entry.tensors[0][0] in frozen:
             entry.parameter.requires_grad_(False)
     if model.pre_process and not model.embedding.word_embeddings.weight.requires_grad:
         model.embedding.register_forward_hook(lora.ask_for_gradient)
-    if source.architecture.tied and model.post_process and not model.pre_process:  # the last stage's copy of the embedding
-        embedding = names[0]
-        model.output_layer.weight.requires_grad_(not any(fnmatchcase(embedding, pattern) for pattern in patterns))
+    if architecture.tied and model.post_process and not model.pre_process:  # the last stage's copy of the embedding
+        model.output_layer.weight.requires_grad_(EMBEDDING not in frozen)

@@ -18,9 +18,11 @@ from drmas.core.stack import Stack
 from drmas.errors import ConfigError, ModelError
 from drmas.policy import host_platform
 from drmas.policy.architecture import read_architecture
+from drmas.policy.convert import frozen_names
 from drmas.policy.megatron_config import policy_stack
 from drmas.runtime import memory
 from drmas.runtime.models import resolve_model
+from drmas.telemetry.trace import Steps
 from drmas_kernels.backend import choose
 
 
@@ -29,6 +31,8 @@ def check(config: RunConfig, team: TeamConfig, *, world: int) -> None:
     ranks = policy_ranks(config, world)
     for name, policy in config.policies.items():
         _stack(name, policy, len(ranks[name]))
+    if config.telemetry.profile is not None:
+        Steps.parse(config.telemetry.profile)
     for name, agent in team.agents.items():
         room = config.policies[agent.policy].engine.max_model_tokens
         if agent.max_tokens >= room:
@@ -102,6 +106,10 @@ def notes(config: RunConfig, *, world: int) -> list[str]:
     found = []
     if not any(policy.trainable for policy in config.policies.values()):
         found.append("no policy is trainable; the run samples and trains nothing")
+    if config.telemetry.profile is not None and Steps.parse(config.telemetry.profile).last > config.train.steps:
+        found.append(f"telemetry.profile is {config.telemetry.profile}; the run has {config.train.steps} steps to trace")
+    if config.warm_start is not None and any(policy.lora for policy in config.policies.values()):
+        found.append("the warm start gives every policy with adapters a base of its own; bases aren't shared in memory then")
     for name, ranks in policy_ranks(config, world).items():
         found += [f"policies.{name}.{key} has no effect: {why}" for key, why in _idle_keys(config, name, len(ranks))]
     return found
@@ -158,6 +166,8 @@ def describe(
     stacks = {name: str(_stack(name, policy, len(ranks[name]))) for name, policy in config.policies.items()}
     parts = {name: _parts(config, team, name, ranks[name], folders[name]) for name in config.policies}
     for name, policy in config.policies.items():
+        if policy.freeze and policy.trainable:
+            frozen_names(read_architecture(folders[name]), policy.freeze, policy=name)
         lines[f"policy {name}"] = _policy(policy, ranks[name], parameters(folders[name]), parts[name])
     for text in dict.fromkeys(stacks.values()):
         alike = [name for name in stacks if stacks[name] == text]

@@ -79,7 +79,7 @@ def main(place: Path) -> None:
     export_run(run, step=1, policy="main", output=place / "chosen")
     export_run(run, step=1, policy="adapted", output=place / "adapters", adapter=True)
     found["imported"] = import_model(run, policy="main", model=place / "other")
-    found["adapters imported"] = import_model(run, policy="adapted", model=place / "adapters" / "adapted")
+    found["adapters imported"] = import_model(run, policy="adapted", model=place / "adapters")
     export_run(run, output=place / "after")
 
     init_distributed()
