@@ -146,9 +146,11 @@ def test_what_is_kept_between_the_passes(bare, world, models):
 
     with built.groups.active(), built.rng.lent(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         built.model(packed.ids, packed.positions, None, packed_seq_params=packed.params)
-    for parameter in built.model.parameters():
-        kept.pop(parameter.untyped_storage()._cdata, None)
+    masks = [batch.mask for batch in packed.params.prepared.batches if batch.mask is not None]  # the same in all layers
+    for known in (*built.model.parameters(), *masks):
+        kept.pop(known.untyped_storage()._cdata, None)
     hidden, heads, kv_heads, dim, ffn, layers = 32, 4, 2, 8, 64, 2
     layer = 2 * hidden + (2 * heads + 2 * kv_heads) * dim + heads + 2 * ffn + 2
     last = hidden + 1 + 2  # the final norm, and the ids, which are int64
-    assert sum(storage.nbytes() for storage in kept.values()) == 4 * tokens * (layers * layer + last)
+    more = sum(storage.nbytes() for storage in kept.values()) - 4 * tokens * (layers * layer + last)
+    assert 0 <= more <= layers * 1024  # the room behind gate and up
