@@ -176,7 +176,8 @@ def child(side: str, config: RunConfig, threads: int, where: bool) -> None:
     step = make(config, name, folder, **options)
     step()
     Path("/proc/self/clear_refs").write_text("5")
-    print(json.dumps({"tokens": sum(row.num_tokens for row in rows_of_a_step(config, name, folder))}), flush=True)
+    rows = rows_of_a_step(config, name, folder)
+    print(json.dumps({"rows": len(rows), "tokens": sum(row.num_tokens for row in rows)}), flush=True)
     for _ in sys.stdin:
         start = time.perf_counter()
         loss = step()
@@ -265,6 +266,8 @@ def main() -> None:
     policy = next(iter(config.policies.values()))
     machine = platform.processor() or platform.machine()
     print(f"{args.recipe}: {policy.model}, {policy.dtype}, {args.threads} threads, {machine}, {date.today()}")
+    batch = next(iter(found.values()))
+    print(f"{batch['rows']} rows, {batch['tokens']} tokens, at most {policy.tokens_per_microbatch} per microbatch")
     base = found.get("transformers")
     for side, values in found.items():
         rate, ratios = values["tokens"] / values["seconds"], ""
