@@ -38,7 +38,8 @@ import torch
 
 from drmas.agents.team import load_team
 from drmas.config.load import load
-from drmas.config.schema import PolicyConfig, RewardConfig, RolloutConfig, RunConfig
+from drmas.config.schema import PolicyConfig, RolloutConfig, RunConfig
+from drmas.config.tasks import RewardConfig
 from drmas.core.batching import plan_microbatches, token_weights
 from drmas.envs.rewards import make_reward
 from drmas.envs.source import TaskSource

@@ -22,7 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drmas.agents.team import load_team
-from drmas.config.schema import EngineConfig, LossConfig, PolicyConfig, RewardConfig, RolloutConfig
+from drmas.config.schema import EngineConfig, LossConfig, PolicyConfig, RolloutConfig
+from drmas.config.tasks import RewardConfig
 from drmas.core.seeds import sample_seed
 from drmas.envs.rewards import make_reward
 from drmas.policy.groups import Groups, init_distributed

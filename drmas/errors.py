@@ -52,6 +52,14 @@ class RolloutError(UserError, RuntimeError):
     """Rollouts can't go on: an engine died too often, or every episode of a step failed. What was finished is saved."""
 
 
+class ToolError(DrmasError, RuntimeError):
+    """A tool could not be reached, did not answer in time, or answered against its own schema: the episode fails (I3)."""
+
+
+class PromptTooLong(DrmasError, ValueError):
+    """A prompt leaves no room for its response, and its agent doesn't have prompts truncated: the episode is dropped."""
+
+
 class SyncError(DrmasError, RuntimeError):
     """Weights did not reach an engine whole, or were not finite; the engine keeps no half-loaded version."""
 

@@ -31,8 +31,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-FailureKind = Literal["engine", "team", "grader", "timeout"]
-"""Where an episode failed: the engine died or refused, the team raised, the grader died or hung, a deadline passed."""
+FailureKind = Literal["engine", "team", "grader", "timeout", "tool", "overlong"]
+"""Where an episode failed: the engine died or refused, the team raised, the grader died or hung, a deadline passed, a tool did
+not answer, a prompt did not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,11 @@ class Task:
 
 @dataclass(slots=True)
 class Turn:
-    """One agent call: what the engine read, what it sampled, and how that parsed. One turn is one training row.
+    """One request of an agent: what the engine read, what it sampled, and how that parsed. One turn is one training row.
 
-    `logprobs` and `versions` have one entry per response token (I1, I2, I11).
+    `logprobs` and `versions` have one entry per response token (I1, I2, I11). A turn of a remote model has no ids:
+    `prompt_text` holds what it was asked, and there is no row. `trained` is False where the agent is frozen, `stale` where its
+    tokens are older than the agent's bound; both keep the turn out of the loss.
 
     Example: Turn(agent="solver", policy="main", index=0, prompt_ids=[1, 5, 9], response_ids=[7, 2],
                   logprobs=[-0.1, -0.02], versions=[3, 3], finish_reason="stop", text="19")
@@ -71,6 +74,41 @@ class Turn:
     parsed: Any = None
     valid: bool = True
     penalty: float = 0.0
+    trained: bool = True
+    stale: bool = False
+    prompt_text: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """One tool call of an episode. `turn` is the index of the turn that asked for it; None where the team itself did.
+
+    `ok` is False where the tool answered with an error that the agent reads (bad arguments, no such tool, budget spent).
+
+    Example: ToolUse(tool="search", arguments='{"query": "element 74"}', result="[1] Tungsten ...", ok=True, agent="searcher")
+    """
+
+    tool: str
+    arguments: str
+    result: str
+    ok: bool = True
+    agent: str | None = None
+    turn: int | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a team may return in place of its answer alone: per-agent rewards, for teams whose agents don't share one.
+
+    `rewards`: agent -> the reward of its rows in place of the episode's; agents that aren't named get the episode's.
+
+    Example: Outcome(answer="B won", rewards={"a": -1.0, "b": 1.0})
+    """
+
+    answer: str | None
+    rewards: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +134,11 @@ class Episode:
     reward: float | None = None
     failure: Failure | None = None
     seconds: float = 0.0
+    agent_rewards: dict[str, float] = field(default_factory=dict)
+    """The rewards of agents that the team rewards by itself (`Outcome`)."""
+    tool_uses: list[ToolUse] = field(default_factory=list)
+    retried: int = 0
+    """Requests that were put again because their engine had died or stalled; the turns before them stand."""
 
     @property
     def id(self) -> str:
@@ -108,7 +151,10 @@ class Episode:
 
 @dataclass(slots=True)
 class Row:
-    """One turn with the outcome of its episode: what the trainer sees. `status` other than "ok" is excluded (I3).
+    """One turn with the outcome of its episode: what the trainer sees.
+
+    `status` other than "ok" is excluded (I3): the kind of the episode's failure, or "stale". A row that isn't `trained` counts
+    in the statistics and not in the loss: its agent is frozen.
 
     Produced by `rows_of`; consumed by `drmas.core.advantages` and by the policies.
 
@@ -128,6 +174,7 @@ class Row:
     reward: float | None
     penalty: float = 0.0
     status: str = "ok"
+    trained: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -150,9 +197,10 @@ def rows_of(episodes: list[Episode]) -> list[Row]:
             response_ids=turn.response_ids,
             logprobs=turn.logprobs,
             versions=turn.versions,
-            reward=episode.reward,
+            reward=None if episode.failure else episode.agent_rewards.get(turn.agent, episode.reward),
             penalty=turn.penalty,
-            status=episode.status,
+            status="stale" if turn.stale and not episode.failure else episode.status,
+            trained=turn.trained,
         )
         for episode in episodes
         for turn in episode.turns

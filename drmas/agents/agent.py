@@ -5,13 +5,13 @@ Agents are fields of their team's settings (`team`); how a team calls them stand
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from drmas.agents.parsers import make_parser
 from drmas.agents.prompts import placeholders
-from drmas.config.schema import NonNegativeFloat, Section
+from drmas.config.section import NonNegativeFloat, Section
 
 _UNMIRRORED = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 """Sampling settings of engines that change the sampled distribution in a way the trainer doesn't compute (I11)."""
@@ -28,13 +28,30 @@ class AgentConfig(Section):
     """User message. {name} is replaced by what the team passes under that name; {{name}} is the text {name}."""
     max_tokens: PositiveInt = 256
     """Longest response."""
+    overlong: Literal["drop", "truncate"] = "drop"
+    """A prompt that leaves no room for `max_tokens`: its episode is dropped and counted, or the longest text in its user
+    messages is cut in the middle; what the chat template writes stays whole."""
     temperature: PositiveFloat = 1.0
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end the response."""
     parser: str = "text"
     """text, boxed or verdict; verdict takes its two words: `verdict:approve,reject`."""
+    on_invalid: Literal["fail_closed", "fail_open"] = "fail_closed"
+    """What a text that the parser finds invalid counts as: the parser's strict value (no answer, a rejection), or its lenient
+    one (the whole text, an approval)."""
+    retries: Annotated[int, Field(ge=0)] = 0
+    """How often an invalid response is sampled anew, with another seed; each attempt is a turn of its own."""
     invalid_penalty: NonNegativeFloat = 0.0
-    """Taken off the reward of a call whose text the parser finds invalid."""
+    """Taken off the reward of a turn whose text the parser finds invalid."""
+    tools: tuple[str, ...] = ()
+    """The tools that the agent may call: names of `tools` sections, or SECTION.NAME for one tool of an MCP server."""
+    max_tool_calls: PositiveInt = 4
+    """Tool calls per agent call; further ones are answered with a word that the budget is spent."""
+    trainable: bool = True
+    """False freezes the agent: its turns are in the statistics and not in the loss, also where it shares a policy."""
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Steps by which the weights that sampled a turn may lag behind those it is trained with; `rollout.max_staleness` if unset.
+    Older turns of this agent are left out of statistics and loss, and counted."""
     chat_template_options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the chat template, `enable_thinking` for instance."""
 

@@ -32,7 +32,7 @@ from pydantic import ValidationError, model_validator
 from drmas.agents.agent import AgentConfig
 from drmas.agents.calls import Agents
 from drmas.agents.prompts import placeholders
-from drmas.config.schema import Section
+from drmas.config.section import Section
 from drmas.core.names import expected_names
 from drmas.errors import ConfigError
 from drmas.types import Task

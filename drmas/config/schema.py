@@ -1,4 +1,4 @@
-"""Every setting of a run, one model per section. A docstring under a field is its help text.
+"""Every setting of a run, one model per section (those that know of tasks are in `tasks`); docstrings of fields are their help.
 
 Models are frozen and refuse unknown keys; `load` names the nearest valid one. Units stand in the names. The team's section
 is validated by the team's own model (`drmas.agents.team`), since each team declares its own agents.
@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-NonNegativeFloat = Annotated[float, Field(ge=0.0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+from drmas.config.section import Name, NonNegativeFloat, Section
+from drmas.config.tasks import CurriculumConfig, DataConfig, RewardConfig, ToolConfig
 
 
 class EngineConfig(Section):
-    """The inference engine of one policy. One engine process per policy."""
+    """The inference engines of one policy."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Weights and activations of the engine. With float32 on both sides the log-prob gap stays under 1e-4."""
@@ -35,7 +32,9 @@ class EngineConfig(Section):
     start_timeout_seconds: PositiveFloat = 300.0
     request_timeout_seconds: PositiveFloat = 600.0
     max_restarts: Annotated[int, Field(ge=0)] = 2
-    """How often in one run an engine that died is started again; the episodes it took along run again on the new one."""
+    """How often in one run an engine that died is started again; episodes in flight go on from their last finished turn."""
+    replicas: PositiveInt = 1
+    """Engine processes that serve this policy. An episode keeps to one of them, so that its prefixes stay cached."""
     options: dict[str, Any] = {}
     """Further vLLM engine arguments, of capacity and scheduling; what would change the sampled distribution is refused."""
 
@@ -144,6 +143,8 @@ class PolicyConfig(Section):
     """Train adapters instead of the weights."""
     reference: str | None = None
     """The frozen model that `loss.kl` measures from; `model` if unset (under `lora`: the base, at no cost)."""
+    price_per_million_tokens: NonNegativeFloat | None = None
+    """What a million tokens, read or generated, cost, for the cost per solved task of `drmas eval`."""
     critic: CriticConfig = CriticConfig()
     loss: LossOverrides = LossOverrides()
     engine: EngineConfig = EngineConfig()
@@ -166,46 +167,32 @@ class PolicyConfig(Section):
         return self.lora is not None and self.lora.sync == "adapter"
 
 
-class ReasoningGymData(Section):
-    """Procedural tasks of the package reasoning-gym."""
+class RemoteConfig(Section):
+    """A frozen model behind an OpenAI-compatible URL, which agents name as their `policy`. It is asked and never trained."""
 
-    type: Literal["reasoning-gym"] = "reasoning-gym"
-    name: str = "basic_arithmetic"
-    """The generator's name."""
-    size: PositiveInt = 1000
-    seed: int = 0
-    options: dict[str, Any] = {}
-    """The generator's own settings, its difficulty among them."""
-
-
-class JsonlData(Section):
-    """One JSON object per line with `prompt` (or `question`) and `answer`, and optionally `id` and `source`."""
-
-    type: Literal["jsonl"] = "jsonl"
-    path: str
+    url: str
+    """For example http://127.0.0.1:8000/v1"""
+    model: str
+    """The model's name at the server."""
+    api_key_env: str | None = None
+    """The environment variable that holds the key; the key itself never stands in a configuration."""
+    timeout_seconds: PositiveFloat = 120.0
+    """Of one attempt."""
+    max_retries: Annotated[int, Field(ge=0)] = 4
+    """After 429, 5xx, a timeout or a lost connection, with growing pauses."""
+    max_concurrent: PositiveInt = 32
+    price_per_million_tokens: NonNegativeFloat | None = None
 
 
-class SumsData(Section):
-    """Small additions with one accepted answer, for models that learn from nothing in minutes."""
+class DynamicSamplingConfig(Section):
+    """Replace groups whose rewards are all equal, which teach nothing, by fresh tasks (DAPO, arXiv 2503.14476)."""
 
-    type: Literal["sums"] = "sums"
-    largest: PositiveInt = 9
-    """Operands are 0 to `largest`."""
-    terms: Annotated[int, Field(ge=2)] = 2
-    size: PositiveInt = 1000
-    seed: int = 0
-
-
-DataConfig = Annotated[ReasoningGymData | JsonlData | SumsData, Field(discriminator="type")]
-
-
-class RewardConfig(Section):
-    """How an episode's answer becomes its reward."""
-
-    type: Literal["math", "exact"] = "math"
-    """`math` grades with math-verify in killable workers; `exact` compares the stripped text."""
-    timeout_seconds: PositiveFloat = 10.0
-    workers: PositiveInt = 1
+    enabled: bool = False
+    max_tries: PositiveInt = 4
+    """Rounds of tasks per step, the first one counted; after the last, groups without signal fill the step."""
+    oversample: Annotated[float, Field(ge=1)] = 1.0
+    """Tasks that are started per task that is missing. With more than 1, groups may be left over: the next step takes them
+    first, so that it needs `max_staleness` of at least 1."""
 
 
 class RolloutConfig(Section):
@@ -216,9 +203,40 @@ class RolloutConfig(Section):
     """Episodes per task. Elsewhere called n, num_generations or n_samples_per_prompt."""
     max_concurrent_episodes: PositiveInt = 256
     episode_timeout_seconds: PositiveFloat = 600.0
+    """For the whole episode; the time that a dead engine takes to come back doesn't count."""
+    turn_timeout_seconds: PositiveFloat | None = None
+    """For one request of an agent."""
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """How many steps rollouts may run ahead of the weights that are trained. 0: on-policy. 1: while a step is trained, the next
+    one is rolled out with the weights from before (one-step-off). More needs `carry_over`."""
+    carry_over: bool = False
+    """Weights arrive while episodes are in flight, which go on with the new ones (each token keeps the version that sampled
+    it); a step takes the groups that are done, and slow ones are carried over, within `max_staleness`."""
+    dynamic: DynamicSamplingConfig = DynamicSamplingConfig()
     deterministic: bool = True
     """Advance the engines only when every live episode waits for them, so that batches, and with them the last bits of the
     log-probs, never depend on timing (I9). Costs the engine a short wait per finished turn."""
+
+    @model_validator(mode="after")
+    def _ahead(self) -> RolloutConfig:
+        if self.carry_over and self.deterministic:
+            raise ValueError(
+                "carry_over is true and deterministic is true; which tokens the new weights sample depends on timing then: set "
+                "rollout.deterministic to false"
+            )
+        if self.carry_over and self.max_staleness == 0:
+            raise ValueError("carry_over is true and max_staleness is 0; what is carried over is stale by a step: set it to 1")
+        if self.max_staleness > 1 and not self.carry_over:
+            raise ValueError(
+                f"max_staleness is {self.max_staleness} and carry_over is false; rollouts run at most one step ahead then: set "
+                "carry_over, or max_staleness to 1"
+            )
+        if self.dynamic.enabled and self.dynamic.oversample > 1 and self.max_staleness == 0:
+            raise ValueError(
+                f"dynamic.oversample is {self.dynamic.oversample:g} and max_staleness is 0; groups that are left over would be "
+                "stale in the next step: set oversample to 1, or max_staleness to 1"
+            )
+        return self
 
 
 class AdvantageConfig(Section):
@@ -256,6 +274,12 @@ class LossConfig(Section):
     kl_coefficient: NonNegativeFloat = 0.001
     aggregation: Literal["token", "turn", "episode"] = "token"
     """Equal weight to every response token of the update, to every turn, or to every episode."""
+    mismatch: Literal["none", "truncate", "mask"] | None = None
+    """Correct for the engine's probabilities differing from the trainer's before the update: importance weights truncated at
+    `mismatch_high`, tokens masked where the weight is outside both bounds, or nothing. If unset: truncate where rollouts may
+    be stale (`rollout.max_staleness`), else none."""
+    mismatch_low: NonNegativeFloat = 0.5
+    mismatch_high: PositiveFloat = 2.0
 
     @model_validator(mode="after")
     def _dual_clip_above_one(self) -> LossConfig:
@@ -286,6 +310,23 @@ class WarmStartConfig(Section):
     """Share of demonstrations with a wrong answer, so that reinforcement has something to correct."""
 
 
+class EvalConfig(Section):
+    """What `drmas eval` does; training doesn't read it."""
+
+    data: DataConfig | None = None
+    """The tasks; the run's own `data` if unset."""
+    samples: PositiveInt = 4
+    """Episodes per task: n of avg@n and pass@k."""
+    max_tasks: PositiveInt | None = None
+    temperature: NonNegativeFloat | None = None
+    """Of all agents; each agent's own if unset. 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    bootstrap: PositiveInt = 1000
+    """Resamples of tasks behind each interval."""
+    ablate: list[str] = []
+    """Agents that speak with the base model instead, one evaluation each, beside the whole team's."""
+
+
 class CheckpointConfig(Section):
     every_steps: Annotated[int, Field(ge=0)] = 0
     """0 saves at the end only."""
@@ -301,17 +342,32 @@ class CheckpointConfig(Section):
     """Write one Hugging Face folder per policy at the end."""
 
 
+class AlarmConfig(Section):
+    """When a step's per-agent numbers raise an alarm, in the console, in alarms.jsonl and in the report; training goes on."""
+
+    window: Annotated[int, Field(ge=2)] = 20
+    """Steps that the running medians look back on."""
+    spike: Annotated[float, Field(gt=1)] = 3.0
+    """Gradient norm, in multiples of its running median."""
+    collapse: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Entropy or response length below this share of its running median."""
+    idle_steps: PositiveInt = 5
+    """Steps in a row in which an agent has no rows."""
+    constant_share: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Share of an agent's rows without any comparison, because rewards are equal, over `idle_steps` steps in a row."""
+    truncated_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    logprob_gap: PositiveFloat = 0.05
+    """Mean distance of the trainer's to the engine's log-probs, in nats, of fresh rows."""
+
+
 class TelemetryConfig(Section):
+    alarms: AlarmConfig = AlarmConfig()
     tensorboard: bool = True
     report: bool = True
     profile: Annotated[str, Field(pattern=r"^(steps=)?\d+(-\d+)?$")] | None = None
     """Steps to trace, such as `steps=3-5`: `profile/trace.json` opens in Perfetto."""
     transcripts: Annotated[int, Field(ge=0)] = 4
     """Episodes per step whose transcript goes into the report."""
-
-
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-"""Stands in file names and metric names."""
 
 
 class RunConfig(Section):
@@ -322,15 +378,21 @@ class RunConfig(Section):
     output: str = "runs"
     """The run's folder is `output/name`."""
     policies: dict[Name, PolicyConfig]
+    remotes: dict[Name, RemoteConfig] = {}
+    """Frozen models behind URLs, which agents may name as their policy."""
+    tools: dict[Name, ToolConfig] = {}
+    """What agents and teams may call."""
     team: dict[str, Any]
     """`name` picks the team; the other keys are the team's own."""
     data: DataConfig
+    curriculum: CurriculumConfig = CurriculumConfig()
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig = TrainConfig()
     warm_start: WarmStartConfig | None = None
+    eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
@@ -338,6 +400,8 @@ class RunConfig(Section):
     def _shape(self) -> RunConfig:
         if not self.policies:
             raise ValueError("policies is empty; name at least one")
+        if both := sorted(self.policies.keys() & self.remotes.keys()):
+            raise ValueError(f"{both[0]} is a policy and a remote; agents name both as their policy: choose another name")
         if self.rollout.tasks_per_step % self.train.updates_per_step:
             raise ValueError(
                 f"rollout.tasks_per_step is {self.rollout.tasks_per_step}, train.updates_per_step is "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drmas.config.schema import ReasoningGymData
+from drmas.config.tasks import ReasoningGymData
 from drmas.core.names import expected_names
 from drmas.errors import ConfigError, DataError
 from drmas.types import Task

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from drmas.config.schema import RewardConfig
+from drmas.config.tasks import RewardConfig
 from drmas.envs.math import MathGrader
 from drmas.types import Task
 

@@ -1,4 +1,4 @@
-"""Tasks in a seeded, shuffled, endless order, for the data types of `drmas.config.schema`.
+"""Tasks in a seeded, shuffled, endless order, for the data types of `drmas.config.tasks`.
 
 The controller takes a step's tasks with `take`, and keeps `state()` in its checkpoint. Each epoch has an order of its own; both
 are functions of (seed, epoch), so that a resumed run reads on where it stopped or refuses (I9).
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-from drmas.config.schema import DataConfig, JsonlData, ReasoningGymData
+from drmas.config.tasks import DataConfig, JsonlData, ReasoningGymData
 from drmas.envs.generated import GymTasks
 from drmas.envs.jsonl import read_jsonl
 from drmas.errors import CheckpointError

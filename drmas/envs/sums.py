@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 
-from drmas.config.schema import SumsData
+from drmas.config.tasks import SumsData
 from drmas.core.seeds import sample_seed
 from drmas.types import Task
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from drmas.config.schema import ReasoningGymData
+from drmas.config.tasks import ReasoningGymData
 from drmas.envs.generated import GymTasks
 from drmas.errors import ConfigError, DataError
 

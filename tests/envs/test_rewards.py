@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from drmas.config.schema import RewardConfig
+from drmas.config.tasks import RewardConfig
 from drmas.envs.rewards import make_reward
 from drmas.errors import GraderTimeout
 from drmas.types import Task

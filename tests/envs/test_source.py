@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drmas.config.schema import JsonlData, ReasoningGymData, SumsData
+from drmas.config.tasks import JsonlData, ReasoningGymData, SumsData
 from drmas.envs.source import TaskSource
 from drmas.errors import CheckpointError
 

@@ -1,6 +1,6 @@
 import pytest
 
-from drmas.config.schema import SumsData
+from drmas.config.tasks import SumsData
 from drmas.envs.sums import demonstrate, sums_tasks
 
 
