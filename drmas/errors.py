@@ -40,6 +40,10 @@ class EngineTimeout(EngineError):
     """The engine answers, but did not answer this request in time."""
 
 
+class TurnTimeout(EngineError):
+    """A request of an agent took longer than `rollout.turn_timeout_seconds`."""
+
+
 class EngineDied(EngineError):
     """The engine's process is gone or no longer answers; carries the tail of its log."""
 

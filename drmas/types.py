@@ -77,7 +77,7 @@ class Turn:
     trained: bool = True
     stale: bool = False
     prompt_text: str = ""
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class ToolUse:
     ok: bool = True
     agent: str | None = None
     turn: int | None = None
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Episode:
     answer: str | None = None
     reward: float | None = None
     failure: Failure | None = None
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
     agent_rewards: dict[str, float] = field(default_factory=dict)
     """The rewards of agents that the team rewards by itself (`Outcome`)."""
     tool_uses: list[ToolUse] = field(default_factory=list)

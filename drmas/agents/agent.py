@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from drmas.agents.parsers import make_parser
-from drmas.agents.prompts import placeholders
+from drmas.agents.prompts import placeholders, tags
 from drmas.config.section import NonNegativeFloat, Section
 
 _UNMIRRORED = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
@@ -35,7 +35,8 @@ class AgentConfig(Section):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end the response."""
     parser: str = "text"
-    """text, boxed or verdict; verdict takes its two words: `verdict:approve,reject`."""
+    """How the response is read: text, boxed, `tag:answer`, `verdict:approve,reject`, `choice:a,b,c`, or a function of yours,
+    `path/to/file.py:name`."""
     on_invalid: Literal["fail_closed", "fail_open"] = "fail_closed"
     """What a text that the parser finds invalid counts as: the parser's strict value (no answer, a rejection), or its lenient
     one (the whole text, an approval)."""
@@ -76,3 +77,8 @@ class AgentConfig(Section):
     def placeholders(self) -> set[str]:
         """What the templates of this agent ask for."""
         return placeholders(self.prompt) | placeholders(self.system or "")
+
+    @property
+    def tags(self) -> set[str]:
+        """The tags that the templates of this agent write, which nothing that fills them may forge (`prompts.quote`)."""
+        return tags(self.prompt) | tags(self.system or "")

@@ -18,64 +18,98 @@ before anything starts; `run` by the collector, once per episode, concurrently.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from hashlib import blake2b
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from pydantic import ValidationError, model_validator
 
 from drmas.agents.agent import AgentConfig
 from drmas.agents.calls import Agents
 from drmas.agents.prompts import placeholders
+from drmas.agents.user_code import is_file_spec, load_module, split_spec
 from drmas.config.section import Section
 from drmas.core.names import expected_names
 from drmas.errors import ConfigError
-from drmas.types import Task
+from drmas.types import Outcome, Task
 
-_BUILT_IN = ("drmas.agents.teams.solver_verifier", "drmas.agents.teams.single")
+_BUILT_IN = tuple(f"drmas.agents.teams.{name}" for name in ("solver_verifier", "single", "search_router", "debate"))
+
+_RESERVED = ("agents", "name", "run", "tools", "uses", "values")
+"""What no field of a team may be called: the team's own words, `name` in a recipe and `agents.tools`."""
 
 _TEAMS: dict[str, type[TeamConfig]] = {}
 
 
 class TeamConfig(Section):
-    """Base of all teams: fields of type `AgentConfig` are the agents, other fields are the team's settings."""
+    """Base of all teams: fields of type `AgentConfig` are the agents, fields that are teams themselves are sub-teams, other
+    fields are the team's settings.
+
+    The agents of a sub-team `inner` are called `inner.solver`, and so on; `await self.inner.run(task, agents.inner)` runs it.
+    """
 
     values: ClassVar[Mapping[str, frozenset[str]]] = {}
     """Agent, or field that holds a template -> the names that `run` fills it with. A template of these that asks for another
     name is refused when the configuration is read; one that isn't listed fails the episodes that use it."""
+    uses: ClassVar[frozenset[str]] = frozenset()
+    """The `tools` sections that `run` calls by itself; a run without one of them is refused when its configuration is read."""
 
     @abstractmethod
-    async def run(self, task: Task, agents: Agents) -> str | None:
+    async def run(self, task: Task, agents: Agents) -> str | Outcome | None:
         """Solve `task` once, calling `agents`; the answer, or None for "no answer" (a reward of 0).
 
-        Runs as one of many coroutines: hold no state on the team, await what takes time. Whatever it raises fails this
-        episode alone (I3).
+        An `Outcome` also rewards agents apart. Runs as one of many coroutines: hold no state on the team, await what takes
+        time. Whatever it raises fails this episode alone (I3).
         """
 
     @property
     def agents(self) -> dict[str, AgentConfig]:
-        """The agents by name, in the order of their fields."""
-        found = {name: getattr(self, name) for name in type(self).model_fields}
-        return {name: value for name, value in found.items() if isinstance(value, AgentConfig)}
+        """The agents by name, in the order of their fields; those of sub-teams under dotted names."""
+        found: dict[str, AgentConfig] = {}
+        for name, value in self._fields():
+            if isinstance(value, AgentConfig):
+                found[name] = value
+            elif isinstance(value, TeamConfig):
+                found.update({f"{name}.{inner}": agent for inner, agent in value.agents.items()})
+        return found
+
+    @property
+    def teams(self) -> list[TeamConfig]:
+        """This team and its sub-teams, at every depth."""
+        inner = [value.teams for _, value in self._fields() if isinstance(value, TeamConfig)]
+        return [self, *(team for teams in inner for team in teams)]
+
+    @property
+    def tool_sections(self) -> frozenset[str]:
+        """`uses` of this team and of its sub-teams."""
+        return frozenset().union(*(team.uses for team in self.teams))
+
+    def _fields(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in type(self).model_fields]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for name in (*cls.model_fields, *cls.values):
+            if name in _RESERVED:
+                raise ConfigError(f"the team {cls.__qualname__} has a field {name!r}, which is taken; call it something else")
+            if name not in cls.model_fields:
+                raise ConfigError(f"{cls.__qualname__}.values has {name!r}; {expected_names(name, cls.model_fields)}")
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_agent_defaults(cls, data: Any) -> Any:
+    def _keep_defaults(cls, data: Any) -> Any:
         """A recipe that sets one key of an agent leaves its others as the team has them, not as `AgentConfig` has them."""
         if not isinstance(data, dict):
             return data
-        merged = dict(data)
-        for name, given in data.items():
-            field = cls.model_fields.get(name)
-            default = field.get_default(call_default_factory=True) if field else None
-            if isinstance(default, AgentConfig) and isinstance(given, dict):
-                merged[name] = {**default.model_dump(), **given}
-        return merged
+        defaults = {name: field.get_default(call_default_factory=True) for name, field in cls.model_fields.items()}
+        return {name: _merged(defaults.get(name), given) for name, given in data.items()}
+
+    @model_validator(mode="after")
+    def _has_agents(self) -> TeamConfig:
+        if not self.agents:
+            raise ValueError(f"the team {type(self).__qualname__} has no agents; expected fields of type AgentConfig")
+        return self
 
     @model_validator(mode="after")
     def _known_placeholders(self) -> TeamConfig:
@@ -88,6 +122,14 @@ class TeamConfig(Section):
                     f"({{{{{unknown}}}}} is the text itself)"
                 )
         return self
+
+
+def _merged(default: Any, given: Any) -> Any:
+    """What a recipe gives for a field, with what it leaves out of an agent or a sub-team as `default` has it."""
+    if not isinstance(default, AgentConfig | TeamConfig) or not isinstance(given, dict):
+        return given
+    held = {name: getattr(default, name) for name in type(default).model_fields}
+    return {**held, **{name: _merged(held.get(name), value) for name, value in given.items()}}
 
 
 def register_team(name: str) -> Callable[[type[TeamConfig]], type[TeamConfig]]:
@@ -133,12 +175,30 @@ def check_policies(team: TeamConfig, policies: Iterable[str]) -> list[str]:
     return [name for name in names if name not in used]
 
 
+def check_tools(team: TeamConfig, tools: Mapping[str, Any]) -> list[str]:
+    """The `tools` sections that neither the team nor an agent uses. `tools` maps the run's sections to their settings.
+
+    ConfigError: the team or an agent names a section that isn't there, or a tool that an MCP section doesn't allow.
+    """
+    for section in sorted(team.tool_sections - tools.keys()):
+        raise ConfigError(f"the team calls the tool {section!r}, and there is no section [tools.{section}]; add it")
+    used = set(team.tool_sections)
+    for agent, config in team.agents.items():
+        for name in config.tools:
+            owners = [section for section in tools if f"{name}.".startswith(f"{section}.")]
+            if not owners:
+                raise ConfigError(f"team.{agent}.tools has {name!r}; {expected_names(name, tools)} (sections of `tools`)")
+            section = max(owners, key=len)
+            inner, allowed = name.removeprefix(section).removeprefix("."), getattr(tools[section], "allow", [])
+            if inner and allowed and inner not in allowed:
+                raise ConfigError(f"team.{agent}.tools has {name!r}; of tools.{section}.allow {expected_names(inner, allowed)}")
+            used.add(section)
+    return [name for name in tools if name not in used]
+
+
 def _find(name: str) -> type[TeamConfig]:
-    path, colon, inner = name.rpartition(":")
-    if name.endswith(".py"):
-        path, inner = name, ""
-    if colon or name.endswith(".py"):
-        return _from_file(Path(path), inner)
+    if is_file_spec(name):
+        return _from_file(*split_spec(name))
     for module in _BUILT_IN:
         importlib.import_module(module)
     if name not in _TEAMS:
@@ -146,13 +206,8 @@ def _find(name: str) -> type[TeamConfig]:
     return _TEAMS[name]
 
 
-def _from_file(path: Path, name: str) -> type[TeamConfig]:
-    if not path.is_file():
-        raise ConfigError(f"team.name is '{path}:{name}'; there is no file {path}; expected path/to/file.py:name")
-    # a name of its own: two files called team.py are two modules
-    module_name = f"drmas_team_{blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()}"
-    if module_name not in sys.modules:
-        _run_file(path, module_name)
+def _from_file(path: str, name: str) -> type[TeamConfig]:
+    module_name = load_module(path, "team.name").__name__
     found = {key: team for key, team in _TEAMS.items() if team.__module__ == module_name}
     if not name and len(found) == 1:
         return next(iter(found.values()))
@@ -161,30 +216,22 @@ def _from_file(path: Path, name: str) -> type[TeamConfig]:
     return found[name]
 
 
-def _run_file(path: Path, module_name: str) -> None:
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"team.name: {path} is not a Python file; expected path/to/file.py:name")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # pydantic looks annotations up there
-    try:
-        spec.loader.exec_module(module)
-    except ConfigError:
-        del sys.modules[module_name]
-        raise
-    except (Exception, SystemExit) as error:  # a user's file may raise anything; it is named and nothing is hidden
-        del sys.modules[module_name]
-        raise ConfigError(f"team.name: {path} can't be imported: {type(error).__name__}: {error}") from error
-
-
 def _line(fault: Any, team: type[TeamConfig]) -> str:
     """One pydantic error as `team.key: what was found; what is expected`."""
     path = [str(part) for part in fault["loc"]]
     key = ".".join(["team", *path])
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
-        below = AgentConfig.model_fields if len(path) > 1 else team.model_fields
-        return f"{key}: unknown key; {expected_names(path[-1], below)}"
+        return f"{key}: unknown key; {expected_names(path[-1], _section_at(team, path[:-1]).model_fields)}"
     if fault["type"] == "value_error":
         return f"{key}: {message}"
     return f"{key}: {fault['input']!r}; {message[0].lower()}{message[1:]}"
+
+
+def _section_at(section: type[Section], path: Iterable[str]) -> type[Section]:
+    """The section that the keys of `path` lead to, from `section` down."""
+    for part in path:
+        field = section.model_fields.get(part)
+        kinds = [field.annotation, *get_args(field.annotation)] if field else []
+        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), section)
+    return section

@@ -147,8 +147,8 @@ def rows_of_run(run_dir: Path, step: int) -> list[InspectRow]:
     for episode in read_episodes(run_dir, step):
         for turn in episode["turns"]:
             if turn["response_ids"]:
-                record = {key: episode[key] for key in ("task", "episode", "reward", "status")}
-                record |= {key: turn[key] for key in ("agent", "turn", "penalty")}
+                record = {key: episode[key] for key in ("task", "episode")}
+                record |= {key: turn[key] for key in ("agent", "turn", "penalty", "reward", "status")}
                 rows.append(InspectRow(**record, record=record))
     return rows
 

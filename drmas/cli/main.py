@@ -6,10 +6,11 @@ and shows its traceback. Under torchrun, ranks other than 0 name themselves in t
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -66,6 +67,43 @@ def train(
     from drmas.runtime.run import train as run
 
     run(config, resume=resume, overwrite=overwrite, dry_run=dry_run)
+
+
+@app.command("eval", context_settings=OVERRIDES)
+def eval_(
+    ctx: typer.Context,
+    source: Annotated[str | None, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe, or a run's folder.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", metavar="POLICY=FOLDER", help="Evaluate this Hugging Face folder instead.")
+    ] = None,
+    checkpoint: Annotated[
+        int | None, typer.Option("--checkpoint", help="The step of a run's checkpoint; its newest weights if unset.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option("--samples", help="Episodes per task (eval.samples).")] = None,
+    ablate: Annotated[
+        list[str] | None,
+        typer.Option("--ablate", metavar="AGENT", help="Evaluate again with this agent on its base model; all: one by one."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Where the results go; RUN/eval/..., or OUTPUT/NAME-eval of a recipe.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Measure a team without training: avg@n, pass@k, cost, what each agent's training is worth. --eval.KEY VALUE sets more."""
+    from drmas.config.load import split_words
+
+    plain, overrides = split_words([word for word in (source, *ctx.args) if word is not None])
+    if len(plain) != 1:
+        raise ConfigError(f"eval: expected one RECIPE or RUN, found {' '.join(plain) or 'none'}")
+    overrides += ["--eval.samples", str(samples)] if samples is not None else []
+    overrides += ["--eval.ablate", json.dumps(ablate)] if ablate else []
+
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in train: the engines have the cores
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+    from drmas.cli.evaluate import run_eval
+
+    run_eval(plain[0], overrides, models=model or [], checkpoint=checkpoint, output=output, as_json=as_json)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -140,11 +178,13 @@ def import_(
 @config_app.command("show", context_settings=OVERRIDES)
 def config_show(ctx: typer.Context, recipe: Recipe = None) -> None:
     """Print every value of a recipe with overrides, as JSON."""
-    from drmas.agents.team import check_policies, load_team
+    from drmas.agents.team import check_policies, check_tools, load_team
     from drmas.config.load import dump, load
 
     config = load(*_words(ctx, recipe, "RECIPE"))
-    check_policies(load_team(config.team), config.policies)
+    team = load_team(config.team)
+    check_policies(team, [*config.policies, *config.remotes])
+    check_tools(team, config.tools)
     print(dump(config), end="")
 
 
@@ -156,6 +196,24 @@ def config_explain(key: Annotated[str, typer.Argument(metavar="KEY", help="For e
     print(describe(key))
 
 
+@app.command("prepare-data")
+def prepare_data(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="facts, math, search, or one set of --list.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="The folder of its files; data/NAME if unset.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List what can be prepared.")] = False,
+) -> None:
+    """Fetch a public data set, or write the packaged facts, as JSONL files for data.type jsonl."""
+    from drmas.cli.data import describe_sets, prepare
+
+    if list_:
+        print(describe_sets())
+        return
+    if name is None:
+        raise ConfigError("prepare-data: expected the NAME of a data set; drmas prepare-data --list shows them")
+    for path, count in prepare(name, output):
+        print(f"{path}: {count} lines")
+
+
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False) -> None:
     """What is installed here, which backend each part takes and why. Exit status 1 if no run can start."""
@@ -164,6 +222,46 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object
     diagnosis = diagnose()
     print(render_json(diagnosis) if as_json else render(diagnosis))
     raise typer.Exit(0 if diagnosis.ready else 1)
+
+
+@app.command("serve-retriever")
+def serve_retriever(
+    corpus: Annotated[str, typer.Option("--corpus", help="facts, or a JSONL file of passages with contents.")] = "facts",
+    index: Annotated[Literal["bm25", "dense"], typer.Option("--index", help="By words or by vectors.")] = "bm25",
+    encoder: Annotated[
+        str, typer.Option("--encoder", help="Of a dense index: the packaged one, or a Hugging Face folder.")
+    ] = "packaged:all-minilm-l6-v2",
+    faiss: Annotated[
+        Path | None, typer.Option("--faiss", help="A FAISS file with the passages' vectors, such as Search-R1's e5_Flat.index.")
+    ] = None,
+    index_folder: Annotated[
+        Path | None, typer.Option("--index-folder", help="Keep the built index there, and read it from there the next time.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Nobody is asked for a password; the default is this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    topk_limit: Annotated[int, typer.Option("--topk-limit", min=1, help="Most passages that a request may ask for.")] = 100,
+    deadline_seconds: Annotated[
+        float, typer.Option("--deadline-seconds", min=0.001, help="Of a request; past it the answer is 503.")
+    ] = 10.0,
+    cache_size: Annotated[int, typer.Option("--cache-size", min=0, help="Answers that are kept.")] = 10000,
+) -> None:
+    """Serve a corpus to the search tool of runs: POST /retrieve, GET /health. Ctrl-C ends it."""
+    from drmas.cli.retriever import serve_retriever as serve
+    from drmas.envs.search.server import Limits
+
+    limits = Limits(topk=topk_limit, deadline_seconds=deadline_seconds, cache_size=cache_size)
+    serve(
+        corpus=corpus,
+        index=index,
+        encoder=encoder,
+        faiss=faiss,
+        folder=index_folder,
+        host=host,
+        port=port,
+        limits=limits,
+    )
 
 
 def _words(ctx: typer.Context, first: str | None, what: str) -> tuple[str, list[str]]:

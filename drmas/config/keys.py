@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -70,6 +70,8 @@ class Node:
     children: dict[str, Node] = field(default_factory=dict)
     variants: dict[str, dict[str, Node]] = field(default_factory=dict)
     """Children by the value of `type`, where a section has several shapes."""
+    shapes: dict[str, str] = field(default_factory=dict)
+    """What each shape is, by the same values."""
     any_below: bool = False
     takes_text: bool = False
     optional: bool = False
@@ -110,7 +112,7 @@ def _bounds(metadata: Sequence[Any]) -> str:
 
 
 def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A type as a user reads it: `integer > 0`, `agent | task | none`, `table`.
+    """A type as a user reads it: `integer > 0`, `agent | task | none`, `list of text`, `table`.
 
     Example: type_text(Annotated[float, Gt(0)] | None) == "number > 0, or unset"
     """
@@ -122,12 +124,19 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return " | ".join(dict.fromkeys(parts)) + (", or unset" if type(None) in get_args(annotation) else "")
     if get_origin(annotation) is Literal:
         return " | ".join(str(value) for value in get_args(annotation))
+    if get_origin(annotation) is list:
+        return f"list of {type_text(get_args(annotation)[0])}"
     names = {int: "integer", float: "number", str: "text", bool: "true | false"}
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
     base = names.get(annotation, "table" if (get_origin(annotation) or annotation) is dict else str(annotation))
     bounds = _bounds([item for part in metadata for item in (part, *getattr(part, "metadata", ()))])
     return f"{base} {bounds}".strip()
+
+
+def _either(first: Node, other: Node) -> Node:
+    """A key that several shapes of a section have: the first one's, which takes what any of them takes."""
+    return replace(first, takes_text=first.takes_text or other.takes_text, optional=first.optional or other.optional)
 
 
 def _is_model(kind: Any) -> bool:
@@ -142,11 +151,11 @@ def _node(path: tuple[str, ...], annotation: Any, info: FieldInfo | None) -> Nod
     variants: dict[str, dict[str, Node]] = {}
     for model in models:
         own = {name: _node((*path, name), field_.annotation, field_) for name, field_ in model.model_fields.items()}
-        children = {**own, **children}
+        children |= {name: _either(children[name], node) if name in children else node for name, node in own.items()}
         if len(models) > 1:
             variants[model.model_fields["type"].default] = own
     for value in tables:
-        if _is_model(value):
+        if value is not Any:
             children[NAME] = _node((*path, NAME), value, None)
     if len(models) > 1:
         # the shared key that picks the shape accepts every shape's name
@@ -162,6 +171,7 @@ def _node(path: tuple[str, ...], annotation: Any, info: FieldInfo | None) -> Nod
         help=" ".join(help_text.split()),
         children=children,
         variants=variants,
+        shapes={shape: " ".join((model.__doc__ or "").split()) for shape, model in zip(variants, models, strict=False)},
         any_below=any(value is Any for value in tables),
         takes_text=any(kind is str or get_origin(kind) is Literal for kind in kinds),
         optional=type(None) in _members(annotation),
@@ -213,22 +223,52 @@ def suggest(path: Sequence[str]) -> str:
 
 
 def describe(key: str) -> str:
-    """`key` explained: type, default, help; for a section, its keys one per line. ConfigError with a suggestion if unknown."""
+    """`key` explained: type, default, help; for a section, its keys one per line. ConfigError with a suggestion if unknown.
+
+    Where `type` picks a section's shape, its keys stand under the shape that has them.
+    """
     path = key.replace("-", "_").split(".")
     node = find(path)
     if node is None:
         raise ConfigError(f"{key}: unknown key; {suggest(path)}")
-    lines = [_summary(node)]
     if node.any_below and len(path) > len(node.path):
-        lines = [f"{key}: belongs to {node.key}, which takes any key here; {node.help}"]
-    for child in node.children.values():
-        lines.append("  " + _summary(child))
-    return "\n".join(lines)
+        return f"{key}: belongs to {node.key}, which takes any key here; {node.help}"
+    return "\n".join([*_same_key(node), *_below(node, "  ")])
+
+
+def _below(node: Node, indent: str) -> list[str]:
+    """The keys of a section, one a line; those of a named section of a table with it."""
+    if node.variants:
+        lines = [indent + _summary(node.children["type"])]
+        for shape, own in node.variants.items():
+            lines.append(f"{indent}{shape}: {node.shapes[shape]}")
+            lines += [f"{indent}  {_summary(child)}" for name, child in own.items() if name != "type"]
+        return lines
+    lines = []
+    for name, child in node.children.items():
+        lines.append(indent + _summary(child))
+        if name == NAME and child.is_section:
+            lines += _below(child, indent + "  ")
+    return lines
+
+
+def _same_key(node: Node) -> list[str]:
+    """What `node` is; a line for each different meaning where the shapes of its section share the name."""
+    section = find(node.path[:-1])
+    owners: dict[str, list[str]] = {}
+    for shape, own in section.variants.items() if section and node.path[-1:] != ("type",) else ():
+        if node.path[-1] in own:
+            owners.setdefault(_summary(own[node.path[-1]]), []).append(shape)
+    if len(owners) < 2:
+        return list(owners) or [_summary(node)]
+    return [f"{section.key}.type {', '.join(shapes)}: {line}" for line, shapes in owners.items()]
 
 
 def _summary(node: Node) -> str:
-    default = "required" if node.required else f"default {_shown(node.default)}"
-    about = node.type if node.is_section else f"{node.type}; {default}"
+    if node.is_section or node.path[-1:] == (NAME,):
+        about = node.type
+    else:
+        about = f"{node.type}; {'required' if node.required else f'default {_shown(node.default)}'}"
     return f"{node.key}: {about}" + (f". {node.help}" if node.help else "")
 
 

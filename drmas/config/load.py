@@ -251,7 +251,7 @@ def _line(fault: Any, prefix: tuple[str, ...], data: dict[str, Any], origins: Or
     if fault["type"] == "extra_forbidden":
         section = find(path[:-1])
         if section is not None and section.variants:
-            shape = data[path[0]]["type"]
+            shape = _at(data, path[len(prefix) : -1])["type"]
             keys = ", ".join(section.variants[shape])
             return f"{key}: unknown key of {section.key}.type {shape} (from {origin}); it takes {keys}"
         return f"{key}: unknown key (from {origin}); {suggest(path)}"
@@ -269,7 +269,8 @@ def _line(fault: Any, prefix: tuple[str, ...], data: dict[str, Any], origins: Or
     node = find(path)
     expected = fault["msg"].removeprefix("Input should be ")
     if node is not None and not node.any_below:
-        expected = f"the keys {', '.join(node.children)}" if node.is_section else node.type
+        keys = "a table of named entries" if NAME in node.children else f"the keys {', '.join(node.children)}"
+        expected = keys if node.is_section else node.type
     return f"{key}: {fault['input']!r}; expected {expected} (from {origin})"
 
 
@@ -284,12 +285,17 @@ def _origin(path: tuple[str, ...], origins: Origins) -> str:
     return origins[()]
 
 
+def _at(data: Any, path: tuple[str, ...]) -> Any:
+    for part in path:
+        data = data[part]
+    return data
+
+
 def _without_tags(loc: tuple[str, ...]) -> tuple[str, ...]:
     """pydantic puts the shape of a section into the path (data.sums.size); the user's key has no such part."""
     path: list[str] = []
     for part in loc:
         node = find(path)
-        if node is not None and part in node.variants and path == list(node.path):
-            continue
-        path.append(part)
+        if node is None or part not in node.variants:
+            path.append(part)
     return tuple(path)

@@ -286,6 +286,15 @@ class LossConfig(Section):
         _check_dual_clip(self.dual_clip)
         return self
 
+    @model_validator(mode="after")
+    def _mismatch_bounds_in_order(self) -> LossConfig:
+        if self.mismatch == "mask" and self.mismatch_low > self.mismatch_high:
+            raise ValueError(
+                f"mismatch_low is {self.mismatch_low:g} and mismatch_high is {self.mismatch_high:g}; that masks every token: "
+                "set mismatch_low to at most mismatch_high"
+            )
+        return self
+
 
 class TrainConfig(Section):
     """The length of the run and of its pieces."""
@@ -356,6 +365,7 @@ class AlarmConfig(Section):
     constant_share: Annotated[float, Field(gt=0, le=1)] = 0.95
     """Share of an agent's rows without any comparison, because rewards are equal, over `idle_steps` steps in a row."""
     truncated_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of an agent's turns that were cut at the length limit."""
     logprob_gap: PositiveFloat = 0.05
     """Mean distance of the trainer's to the engine's log-probs, in nats, of fresh rows."""
 

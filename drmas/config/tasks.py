@@ -76,16 +76,18 @@ class ReasoningGymData(Section):
     size: PositiveInt = 1000
     seed: int = 0
     difficulty: Annotated[int, Field(ge=0)] | None = None
-    """Level of the generator's own curriculum, from 0; `options` go before it. Its defaults if unset."""
+    """Level of the generator's own curriculum, from 0; `options` go before it. The generator's defaults if unset."""
     options: dict[str, Any] = {}
     """The generator's own settings."""
 
 
 class JsonlData(Section):
-    """One JSON object per line with `prompt` (or `question`) and `answer`, and optionally `id` and `source`."""
+    """One JSON object per line with `prompt` (or `question`) and `answer` (a list holds the accepted ones), and optionally `id`
+    and `source`."""
 
     type: Literal["jsonl"] = "jsonl"
     path: str
+    """A file; several separated by spaces are read one after the other."""
 
 
 class SumsData(Section):
@@ -118,9 +120,9 @@ class HuggingFaceData(Section):
     """Its configuration, where it has several."""
     split: str = "train"
     question: str = "question"
-    """The column with the question."""
+    """The column with the question; `a.b` is the field b of the column a."""
     answer: str = "answer"
-    """The column with the truth; a list holds the accepted ones."""
+    """The column with the truth; a list holds the accepted ones. Of a text with GSM8K's mark, what follows `####`."""
 
 
 class FactsData(Section):
@@ -129,7 +131,7 @@ class FactsData(Section):
     type: Literal["facts"] = "facts"
     split: Literal["train", "test"] = "train"
     """By entity: no entity that a test question asks about is asked about in training."""
-    hops: list[Annotated[int, Field(ge=1, le=3)]] = [1, 2]
+    hops: Annotated[list[Annotated[int, Field(ge=1, le=3)]], Field(min_length=1)] = [1, 2]
     size: PositiveInt | None = None
     """All of them if unset, else so many, drawn by `seed`."""
     seed: int = 0
@@ -153,6 +155,7 @@ class MixData(Section):
 
     type: Literal["mix"] = "mix"
     parts: Annotated[dict[Name, MixPart], Field(min_length=1)]
+    """The sources by name."""
 
 
 DataConfig = Annotated[
@@ -161,27 +164,30 @@ DataConfig = Annotated[
 
 
 class CurriculumConfig(Section):
-    """Which tasks come next, by how often they were solved."""
+    """Which tasks come next, by how often they were solved. The shares of a mix stay what they are: each part has its own."""
 
     enabled: bool = False
     target: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """The success rate at which a task is drawn most often."""
+    """The success rate at which a task is drawn most often; tasks that never came count as if they had it."""
     explore: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Share of draws that don't look at success rates, so that no task is forgotten."""
+    """Share of draws that go through all tasks in turn and don't look at success rates, so that no task is forgotten."""
     smoothing: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Weight of a task's newest success rate against its older ones."""
 
 
-RewardType = Literal["math", "exact", "em", "f1"]
+RewardType = Literal["math", "exact", "em", "f1", "gym"]
 
 
 class RewardConfig(Section):
     """How an episode's answer becomes its reward."""
 
     type: RewardType = "math"
-    """`math` grades with math-verify in killable workers; `exact` compares the stripped text; `em` and `f1` compare words with
-    any of the accepted answers, without case, punctuation and articles (SQuAD)."""
+    """`math` grades with math-verify in killable workers; `exact` compares the stripped text; `em` and `f1` compare words
+    without case, punctuation and articles (SQuAD); `gym` asks the reasoning-gym generator that made the task, in killable
+    workers too. Of several accepted answers the best counts."""
     by_source: dict[str, RewardType] = {}
     """Task source -> the type that its tasks have instead, for mixes."""
     timeout_seconds: PositiveFloat = 10.0
+    """Of one verdict of `math` or `gym`."""
     workers: PositiveInt = 1
+    """Processes per type that grade."""

@@ -19,17 +19,18 @@ def inflation_factors(rows: Sequence[Row]) -> dict[str, float | None]:
     """By how much one pooled baseline inflates the second moment of each agent's gradient (Dr. MAS, Lemma 4.2).
 
     In a task the factor of agent k is (sigma_k^2 + (mu_k - mu)^2) / sigma^2: mu_k, sigma_k over the rewards of its rows, mu,
-    sigma over the task's distinct episodes, population moments. Averaged over the tasks with sigma > 0, weighted by the rows of
-    the agent; None where there is no such task. 1 means that the pooled baseline does no harm.
+    sigma over the task's distinct episodes, population moments. An episode counts with the mean reward of its rows, which
+    differ where agents have rewards of their own. Averaged over the tasks with sigma > 0, weighted by the rows of the agent;
+    None where there is no such task. 1 means that the pooled baseline does no harm.
     """
-    episodes: dict[str, dict[str, float]] = defaultdict(dict)
+    episodes: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     per_agent: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         calls = per_agent[row.agent]
         if row.status == "ok":
-            episodes[row.task][row.episode] = row.reward
+            episodes[row.task][row.episode].append(row.reward)
             calls[row.task].append(row.reward)
-    pooled = {task: _moments(list(rewards.values())) for task, rewards in episodes.items()}
+    pooled = {task: _moments([_mean(rewards) for rewards in own.values()]) for task, own in episodes.items()}
     return {agent: _inflation(calls, pooled) for agent, calls in per_agent.items()}
 
 
@@ -57,7 +58,8 @@ def agent_summary(rows: Sequence[Row], advantages: Advantages) -> dict[str, dict
 
     rows, calls_per_episode (over all included episodes of the step), reward_mean, advantage_mean, advantage_rms, row_sum (the
     sum of advantages: a pooled baseline leaves a push on the agent here), constant_share and singleton_share (rows in a segment
-    without spread, or without company), response_tokens_mean.
+    without spread, or without company), uncompared_share (rows in either: where mean and std have segments of their own, a row
+    may be in both), response_tokens_mean.
     """
     constant = {row for segment in advantages.segments if segment.constant for row in segment.rows}
     singleton = {row for segment in advantages.segments if segment.singleton for row in segment.rows}
@@ -80,6 +82,7 @@ def agent_summary(rows: Sequence[Row], advantages: Advantages) -> dict[str, dict
             "row_sum": math.fsum(values),
             "constant_share": _mean([float(index in constant) for index in own]),
             "singleton_share": _mean([float(index in singleton) for index in own]),
+            "uncompared_share": _mean([float(index in constant or index in singleton) for index in own]),
             "response_tokens_mean": _mean([float(len(rows[index].response_ids)) for index in own]),
         }
     return summaries

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,10 +33,10 @@ _CHUNK = 65536
 
 
 class GraderPool:
-    """`workers` grader processes, started when first needed."""
+    """`workers` grader processes, started when first needed, that grade by `rule`: one of `grading_worker`'s."""
 
-    def __init__(self, workers: int = 1, *, memory_bytes: int = MEMORY_BYTES) -> None:
-        self._memory_bytes = memory_bytes
+    def __init__(self, workers: int = 1, *, rule: str = "math", memory_bytes: int = MEMORY_BYTES) -> None:
+        self._arguments = (str(memory_bytes), rule)
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(workers):
             self._idle.put(None)  # a place whose worker isn't started yet
@@ -45,7 +46,7 @@ class GraderPool:
         self._started: set[_Worker] = set()
 
     def grade(self, text: str, truth: str, timeout_seconds: float) -> float:
-        """The verdict on `text`: 1.0 or 0.0. The deadline runs from when a worker takes the answer.
+        """The rule's verdict on `text`: from 0.0 to 1.0. The deadline runs from when a worker takes the answer.
 
         GraderTimeout: no verdict in time; the worker was killed. GraderError: the worker died, or the grader itself failed.
         """
@@ -84,7 +85,7 @@ class GraderPool:
         with self._lock:
             if self._closed:
                 raise GraderError("the grader pool is closed")
-            worker = _Worker(self._memory_bytes)
+            worker = _Worker(self._arguments)
             self._started.add(worker)
         return worker
 
@@ -98,10 +99,10 @@ class GraderPool:
 class _Worker:
     """One grader process and the pipes to it."""
 
-    def __init__(self, memory_bytes: int) -> None:
+    def __init__(self, arguments: Sequence[str]) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `stop`
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "drmas.envs.grading_worker", str(memory_bytes)],
+            [sys.executable, "-m", "drmas.envs.grading_worker", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -1,78 +1,87 @@
-"""Tasks from a JSONL file: one object per line with `prompt` or `question`, `answer`, and optionally `id` and `source`.
+"""Tasks from JSONL files: one object per line with `prompt` or `question`, `answer`, and optionally `id` and `source`.
 
-Called by `source`. The whole file is read and checked before anything starts; a DataError names the file and the line.
+Called by `tasks`, and for its rows by `hub`. A file is read and checked whole before anything starts; a DataError names the
+file and the line. `task_line` is the inverse, for `drmas prepare-data`.
 """
 
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from drmas.envs.fields import TaskTable, accepted_of, paths_of, text_of, with_answers
 from drmas.errors import DataError
 from drmas.types import Task
 
-_KNOWN = ("prompt", "question", "answer", "id", "source")
+_KNOWN = ("prompt", "question", "answer", "answers", "id", "source")
 
 
 def read_jsonl(path: str | Path) -> list[Task]:
-    """The tasks of the file, in its order; other keys of a line go into `Task.extra`. Empty lines are passed over.
+    """The tasks of the files, in their order; other keys of a line go into `Task.extra`. Empty lines are passed over.
 
+    `answer` may be a list: the first is the truth, and all of them are accepted (`extra["answers"]`, also a key of its own).
     A line without `id` gets the file's name and its line number. DataError: no such file, no tasks in it, a line that isn't a
     JSON object, without a question or a truth, or with the id of an earlier one.
     """
-    file = Path(path)
+    table = TaskTable()
+    for file in paths_of(str(path)):
+        for number, where, row in json_rows(file):
+            table.add(_task(row, where, f"{file.stem}/{number}"), where)
+    if not table.tasks:
+        raise DataError(f"data.path {path}: has no lines with a task; expected one JSON object per line")
+    return table.tasks
+
+
+def json_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """The file's objects with their line numbers (from 1) and how errors name their place."""
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
-        raise DataError(f"data.path {path}: {error.strerror or error}; expected a JSONL file") from error
+        raise DataError(f"data.path {file}: {error.strerror or error}; expected a JSONL file") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"data.path {path}: not UTF-8 at byte {error.start}; expected a JSONL file in UTF-8") from error
-    tasks: dict[str, Task] = {}
-    line_of: dict[str, int] = {}
+        raise DataError(f"data.path {file}: not UTF-8 at byte {error.start}; expected a JSONL file in UTF-8") from error
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        task = _task(line, f"{path}:{number}", f"{file.stem}/{number}")
-        if task.id in tasks:
-            raise DataError(
-                f"{path}:{number}: the id {task.id!r} is taken by line {line_of[task.id]}; expected one task per id"
-            )
-        tasks[task.id], line_of[task.id] = task, number
-    if not tasks:
-        raise DataError(f"data.path {path}: has no lines with a task; expected one JSON object per line")
-    return list(tasks.values())
+        if line.strip():
+            where = f"{file}:{number}"
+            yield number, where, _object(line, where)
 
 
-def _task(line: str, where: str, default_id: str) -> Task:
+def task_line(task: Task) -> str:
+    """`task` as a line that `read_jsonl` reads back as the same task."""
+    row = {"id": task.id, "question": task.question, "answer": task.truth}
+    return json.dumps(row | ({"source": task.source} if task.source else {}) | task.extra, ensure_ascii=False) + "\n"
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}; expected one object per line") from error
+    except (RecursionError, ValueError) as error:  # nested too deep; a number with thousands of digits
+        raise DataError(f"{where}: can't be read: {error}; expected one object per line") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: holds a {type(row).__name__}; expected an object with prompt and answer")
-    question = _text(row, ("prompt", "question"), where, "question")
-    truth = _text(row, ("answer",), where, "truth")
-    task_id = str(row.get("id", default_id))
-    if re.search(r"@\d+$", task_id):
-        raise DataError(f"{where}: the id {task_id!r} ends in @ and a number, which marks repeats; choose another id")
-    extra = {key: value for key, value in row.items() if key not in _KNOWN}
-    return Task(task_id, question, truth, str(row.get("source", "")), extra)
+    return row
 
 
-def _text(row: dict[str, Any], keys: tuple[str, ...], where: str, what: str) -> str:
-    """The first of `keys` that the row has, as text; numbers are written out."""
+def _task(row: dict[str, Any], where: str, default_id: str) -> Task:
+    key = _first(row, ("prompt", "question"), where, "question")
+    question = text_of(row[key], where, key, "question")
+    accepted = accepted_of(row[_first(row, ("answer",), where, "truth")], where, "answer")
+    if row.get("answers") is not None:
+        accepted = list(dict.fromkeys([*accepted, *accepted_of(row["answers"], where, "answers")]))
+    task_id = default_id if row.get("id") is None else text_of(row["id"], where, "id", "name")
+    source = "" if row.get("source") in (None, "") else text_of(row["source"], where, "source", "name")
+    extra = {name: value for name, value in row.items() if name not in _KNOWN}
+    return Task(task_id, question, accepted[0], source, with_answers(extra, accepted))
+
+
+def _first(row: dict[str, Any], keys: tuple[str, ...], where: str, what: str) -> str:
+    """The first of `keys` that the row has."""
+    for key in keys:
+        if row.get(key) is not None:
+            return key
     named = " or ".join(f"`{key}`" for key in keys)
-    key = next((key for key in keys if row.get(key) is not None), None)
-    if key is None:
-        raise DataError(f"{where}: no {what}: expected the key {named}; found the keys {', '.join(row) or '(none)'}")
-    value = row[key]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"{where}: `{key}` is a {type(value).__name__}; expected text")
-    text = str(value)
-    if not text.strip():
-        raise DataError(f"{where}: `{key}` is empty; expected a {what}")
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        raise DataError(f"{where}: `{key}` has half of a surrogate pair, which no tokenizer reads; expected valid Unicode")
-    return text
+    raise DataError(f"{where}: no {what}: expected the key {named}; found the keys {', '.join(row) or '(none)'}")

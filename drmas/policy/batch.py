@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from drmas.errors import DataError
+from drmas.policy.gaps import Gap
 from drmas.types import Row
 
 
@@ -23,6 +24,11 @@ class PolicyBatch:
     the rows' own log-probs say: advantage 1 then is supervised learning. A critic learns `returns`, where `values` are what it
     said before, one per response token.
 
+    What the ratio of the loss is formed with depends on `loss.mismatch`. "none": the log-probs that the rows were sampled with.
+    "truncate" and "mask" (the decoupled objective of arXiv 2110.00641): `old_logprobs`, one per response token, which are the
+    trainer's own before the step's first update; each token's term is weighted with omega = exp(old - sampled), truncated or
+    masked. None is for the first update: the weights are still those of before, and the ratio is exactly 1, with its gradient.
+
     Example: PolicyBatch(rows=rows, advantages=[0.5, -0.5], token_weights=[0.01, 0.01], temperatures=[1.0, 1.0])
     """
 
@@ -33,6 +39,7 @@ class PolicyBatch:
     on_policy: bool = False
     returns: Sequence[Sequence[float]] | None = None
     values: Sequence[Sequence[float]] | None = None
+    old_logprobs: Sequence[Sequence[float]] | None = None
 
     def included(self) -> list[int]:
         """Indices of the rows that have a say."""
@@ -47,13 +54,15 @@ class UpdateResult:
     went through the model) and tokens_saved (those that sharing of prefixes left out), flops (of all ranks), skipped (1.0
     where no step was taken: the gradient wasn't finite, or no row had a weight); with a critic also what `Critic.update` says,
     as critic_loss and so on. `agents`: per agent that had rows, what `drmas_kernels.policy_loss.AgentMetrics.per_token` says,
-    and grad_norm where it was measured.
+    with kl_k1 and kl_k3 from the policy that sampled also where the ratio is another's, and grad_norm where it was measured.
+    `gaps`: per agent that had rows which the weights before the update sampled, how far the engine's log-probs are.
     """
 
     metrics: dict[str, float]
     agents: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: float = field(default=0.0, compare=False)
     """In the passes that `flops` counts and the optimiser's step; reference and critic are not in either."""
+    gaps: dict[str, Gap] = field(default_factory=dict)
 
     @classmethod
     def idle(cls, lr: float) -> UpdateResult:
@@ -64,7 +73,7 @@ class UpdateResult:
 
 def check_batch(batch: PolicyBatch, *, policy: str, version: int, agents: Sequence[str], vocab: int) -> None:
     """DataError if a list's length or a row that has a say doesn't fit; nothing is changed."""
-    for name in ("advantages", "token_weights", "temperatures", "returns", "values"):
+    for name in ("advantages", "token_weights", "temperatures", "returns", "values", "old_logprobs"):
         values = getattr(batch, name)
         if values is not None and len(values) != len(batch.rows):
             raise DataError(f"policy {policy!r}: {len(values)} {name} for {len(batch.rows)} rows; expected one per row")
@@ -77,6 +86,8 @@ def check_batch(batch: PolicyBatch, *, policy: str, version: int, agents: Sequen
         tokens = len(row.response_ids)
         if not batch.on_policy and len(row.logprobs) != tokens:
             raise DataError(f"{_where(row, i)}: {len(row.logprobs)} log-probs for {tokens} response tokens")
+        if batch.old_logprobs is not None and len(batch.old_logprobs[i]) != tokens:
+            raise DataError(f"{_where(row, i)}: {len(batch.old_logprobs[i])} old log-probs for {tokens} response tokens")
         advantage = batch.advantages[i]
         if isinstance(advantage, Sequence) and len(advantage) != tokens:
             raise DataError(

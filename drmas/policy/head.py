@@ -28,8 +28,9 @@ from drmas_kernels.policy_loss import PolicyLossOptions
 class TokenTargets:
     """What the loss needs to know of one microbatch's R response tokens, none of weight 0 but those of a stand-in row.
 
-    `token_weight`, `advantage` [R] float32; `agent` [R] int64; `old_logprob` [R] float32, or None on-policy; `ref_logprob` [R]
-    float32, or None without a reference.
+    `token_weight`, `advantage` [R] float32; `agent` [R] int64; `old_logprob` [R] float32, what the ratio is formed with, or
+    None where it is 1; `ref_logprob` [R] float32, or None without a reference; `rollout_logprob` [R] float32, the engine's, or
+    None where the loss doesn't correct for it.
     """
 
     token_weight: torch.Tensor
@@ -37,6 +38,7 @@ class TokenTargets:
     agent: torch.Tensor
     old_logprob: torch.Tensor | None
     ref_logprob: torch.Tensor | None
+    rollout_logprob: torch.Tensor | None
 
 
 def response_states(
@@ -99,6 +101,7 @@ class Head:
             num_agents=num_agents,
             options=options,
             ref_logprob=targets.ref_logprob,
+            rollout_logprob=targets.rollout_logprob,
             temperature=_per_token(temperatures, packed),
             index=every,
             check_values=False,  # they are checked on the host, as rows

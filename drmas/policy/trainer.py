@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from drmas.config.schema import LossConfig, PolicyConfig
+from drmas.config.schema import LossConfig, PolicyConfig, RunConfig
 from drmas.core.flops import token_cost, training_flops
 from drmas.errors import ConfigError, DataError
 from drmas.policy import checkpoint, export, host_platform, lora, mcore_fixes, peft
@@ -21,6 +23,7 @@ from drmas.policy.architecture import Architecture, read_architecture
 from drmas.policy.batch import PolicyBatch, UpdateResult, check_batch, check_rows
 from drmas.policy.convert import EMBEDDING, WeightSource, entries, frozen_names, load_hf
 from drmas.policy.critic import Critic
+from drmas.policy.gaps import RowGaps
 from drmas.policy.groups import PolicyGroups
 from drmas.policy.head import Head, TokenTargets
 from drmas.policy.megatron_config import policy_stack, transformer_config
@@ -59,9 +62,10 @@ class PolicyTrainer:
     ) -> None:
         """Load `model_path` and, if the policy is trainable, make its optimiser for `total_steps` updates.
 
-        `reference` is what a KL term measures from; under `config.lora` the base stands for it. `critic` learns with every
-        update whose batch has returns. ModelError: the folder's model
-        can't be trained here or doesn't fit the layout. ConfigError: settings that don't fit each other or the model.
+        `loss` has `mismatch` as `mismatch_rule` resolved it; unset is "none". `reference` is what a KL term measures from;
+        under `config.lora` the base stands for it. `critic` learns with every update whose batch has returns. ModelError: the
+        folder's model can't be trained here or doesn't fit the layout. ConfigError: settings that don't fit each other or the
+        model.
         """
         self.name, self.config, self.model_path, self.agents = name, config, Path(model_path), list(agents)
         self.version = 0
@@ -73,14 +77,7 @@ class PolicyTrainer:
         self.rng = PolicyRng(seed, tp_rank=layout.tp.rank())
         loss = loss.model_copy(update=config.loss.model_dump(exclude_none=True))
         self._reference, self.critic = reference, critic
-        self._options = PolicyLossOptions(
-            clip_low=loss.clip_low,
-            clip_high=loss.clip_high,
-            dual_clip=loss.dual_clip,
-            entropy_bonus=loss.entropy_bonus,
-            kl=loss.kl,
-            kl_coefficient=loss.kl_coefficient if loss.kl else 0.0,
-        )
+        self._options = loss_options(loss)
         with self.active():
             self.model = self._load_model(seed)
             self.optimizer = None
@@ -128,17 +125,22 @@ class PolicyTrainer:
             return UpdateResult.idle(self.optimizer.lr)
         reference = self._reference_logprobs([batch.rows[i] for i in included], [batch.temperatures[i] for i in included])
         baseline = dict(zip(included, reference or [], strict=False))
+        gaps = None if batch.on_policy else RowGaps(batch.rows, included, host_platform.device())
         started = time.perf_counter()
         with self.active():
             self.optimizer.zero_grad()
-            metrics, work, squared = self._accumulate(batch, included, baseline, on_rows)
+            metrics, work, squared = self._accumulate(batch, included, baseline, gaps, on_rows)
             with span("optimiser"):
                 flags = self.optimizer.step()
                 # The device is read from here on, once everything is under way.
                 outcome = self.optimizer.record(float(flags.norm), bool(flags.applied))
         seconds = time.perf_counter() - started
+        fresh = gaps.fresh(self.version) if gaps else {}
         self.version += int(outcome.applied)
         agents = metrics.per_token(self.agents)
+        if gaps and self._options.mismatch != "none":  # the kernel's are from the policy that the ratio is formed with
+            for name, values in gaps.divergence().items():
+                agents[name] |= values
         if len(agents) == 1:
             squared = dict.fromkeys(agents, outcome.grad_norm**2)
         for name, square in squared.items():
@@ -155,6 +157,7 @@ class PolicyTrainer:
             },
             agents=agents,
             seconds=seconds,
+            gaps=fresh,
         )
 
     def _teach(self, batch: PolicyBatch) -> dict[str, float]:
@@ -177,9 +180,11 @@ class PolicyTrainer:
         batch: PolicyBatch,
         included: Sequence[int],
         reference: Mapping[int, Sequence[float]],
+        gaps: RowGaps | None,
         on_rows: Callable[[int], None] | None,
     ) -> tuple[AgentMetrics, torch.Tensor, dict[str, torch.Tensor]]:
         """The batch's gradient, ready for the optimiser; metrics, the work of all ranks, and squared gradient norms per agent.
+        Fills `gaps`.
 
         Where norms are measured per agent, the agents' rows run one agent after the other and each gradient is set aside:
         exact, and every row still runs once.
@@ -191,7 +196,7 @@ class PolicyTrainer:
         metrics, work, squared = AgentMetrics.zeros(len(self.agents), host_platform.device()), Work(), {}
 
         def loss(hidden: torch.Tensor, packed: Packed, share: list[int]) -> tuple[torch.Tensor, AgentMetrics]:
-            return self._loss(batch, reference, hidden, packed, share)
+            return self._loss(batch, reference, gaps, hidden, packed, share)
 
         for name, part in parts.items():
             for piece in self._passes.backward(self.optimizer.ddp, batch.rows, part, loss, on_rows):
@@ -200,7 +205,10 @@ class PolicyTrainer:
             if apart:
                 squared[name] = self.optimizer.set_aside()
         for group in (self.groups.dp_cp, self.groups.pp):  # stages before the last have nothing, which changes nothing
-            metrics = metrics.all_reduce(group) if group.size() > 1 else metrics
+            if group.size() > 1:
+                metrics = metrics.all_reduce(group)
+                if gaps:
+                    gaps.reduce(group)
         return metrics, work.total(self.groups), squared
 
     def _work_metrics(self, counts: torch.Tensor) -> dict[str, float]:
@@ -213,6 +221,7 @@ class PolicyTrainer:
         self,
         batch: PolicyBatch,
         reference: Mapping[int, Sequence[float]],
+        gaps: RowGaps | None,
         hidden: torch.Tensor,
         packed: Packed,
         share: list[int],
@@ -221,15 +230,25 @@ class PolicyTrainer:
         rows = [batch.rows[i] for i in share] or [EMPTY]
         advantages = [batch.advantages[i] for i in share] or [0.0]
         per_token = isinstance(advantages[0], Sequence)
+        sampled = None if batch.on_policy else packed.of_tokens([row.logprobs for row in rows])
+        old, options = sampled, self._options
+        if batch.on_policy:
+            options = replace(options, mismatch="none")
+        elif options.mismatch != "none":
+            before = batch.old_logprobs
+            old = None if before is None else packed.of_tokens([before[i] for i in share] or [EMPTY.logprobs])
         targets = TokenTargets(
             token_weight=packed.of_rows([batch.token_weights[i] for i in share] or [0.0]),
             advantage=packed.of_tokens(advantages) if per_token else packed.of_rows(advantages),
             agent=packed.of_rows([self.agents.index(row.agent) for row in rows] if share else [0], torch.int64),
-            old_logprob=None if batch.on_policy else packed.of_tokens([row.logprobs for row in rows]),
+            old_logprob=old,
             ref_logprob=packed.of_tokens([reference[i] for i in share] or [EMPTY.logprobs]) if reference else None,
+            rollout_logprob=sampled if options.mismatch != "none" else None,
         )
         temperatures = [batch.temperatures[i] for i in share] or [1.0]
-        result = self._head.loss(hidden, packed, targets, temperatures, num_agents=len(self.agents), options=self._options)
+        result = self._head.loss(hidden, packed, targets, temperatures, num_agents=len(self.agents), options=options)
+        if gaps:
+            gaps.add(result.logprob, sampled, packed, share)
         return result.loss, result.metrics
 
     def _reference_logprobs(self, rows: Sequence[Row], temperatures: Sequence[float]) -> list[list[float]] | None:
@@ -281,6 +300,29 @@ class PolicyTrainer:
         """Write a Hugging Face folder that transformers and vLLM open; a killed process leaves it whole or not at all."""
         with self.active():
             export.write_hf_folder(self.weight_source(), model_path=self.model_path, folder=Path(folder))
+
+
+def loss_options(loss: LossConfig) -> PolicyLossOptions:
+    """The kernels' options; `loss` as a policy has it, its own overrides applied."""
+    return PolicyLossOptions(
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip=loss.dual_clip,
+        entropy_bonus=loss.entropy_bonus,
+        kl=loss.kl,
+        kl_coefficient=loss.kl_coefficient if loss.kl else 0.0,
+        mismatch=loss.mismatch or "none",
+        mismatch_low=loss.mismatch_low,
+        mismatch_high=loss.mismatch_high,
+    )
+
+
+def mismatch_rule(config: RunConfig) -> Literal["none", "truncate", "mask"]:
+    """The run's `loss.mismatch`; where that is unset, truncate if rollouts may be stale, else none.
+
+    Example: loss.model_copy(update={"mismatch": mismatch_rule(config)})
+    """
+    return config.loss.mismatch or ("truncate" if config.rollout.max_staleness > 0 else "none")
 
 
 def freeze(model: PolicyModel, architecture: Architecture, patterns: Sequence[str], *, policy: str) -> None:

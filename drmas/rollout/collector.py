@@ -1,47 +1,62 @@
-"""The collector: runs the team on tasks, `group_size` times each, and grades what comes out.
+"""The collector: keeps episodes running, `group_size` per task, while somebody else trains.
 
-    tasks x samples -> slots -> team.run (agents -> gate -> engines) -> reward -> episodes, in the order of the tasks
+    submit(rollouts) -> slots -> the player runs each episode -> its Rollout is done
+    wait(until)   <- the trainer's thread: until what it needs is done, or an engine is dead and must be brought back
 
-Episodes are coroutines with no barrier between turns; engines batch across agents and episodes. An episode that fails is
-recorded with its kind and costs its siblings nothing (I3). The collector doesn't retry: the controller restarts what died and
-collects again, only those episodes. It knows nothing of training.
+Episodes are coroutines in one event loop, in a thread of its own, with no barrier between turns; engines batch across agents,
+episodes and rollouts. An episode that fails is recorded with its kind and costs its siblings nothing (I3). It knows nothing of
+training; the feed decides what is submitted, the driver restarts what died.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
-import sys
-import time
-import traceback
+import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from drmas.agents.agent import AgentConfig
-from drmas.agents.calls import Agents, Calls
 from drmas.agents.chat import ChatRenderer
 from drmas.agents.team import TeamConfig
+from drmas.agents.tools import Toolbox
 from drmas.config.schema import RolloutConfig
-from drmas.core.seeds import sample_seed
-from drmas.errors import EngineDied, EngineError, EngineTimeout
-from drmas.rollout.engine import Completion, Engine, Sampling
+from drmas.errors import EngineError, RolloutError, ToolError
+from drmas.rollout.engine import Engine, Sampling
 from drmas.rollout.gate import Gate
-from drmas.telemetry.trace import span
-from drmas.types import Episode, Failure, FailureKind, Task
-
-logger = logging.getLogger(__name__)
+from drmas.rollout.loop_thread import LoopThread
+from drmas.rollout.player import Player, RemoteModel, Reward
+from drmas.types import Episode, Task
 
 PATIENCE_SECONDS = 10.0
 """How long deterministic engines wait for an episode that awaits something else; less where episodes are given little time."""
 
-Reward = Callable[[Task, str | None], Awaitable[float]]
-"""Scores a team's answer; `drmas.envs.rewards` makes them. Raising means "couldn't be graded", never a bad answer."""
+
+@dataclass
+class Rollout:
+    """Episodes that are waited for together; each is whole once `left` doesn't count it any more."""
+
+    episodes: list[Episode]
+    step: int
+    """Decides their seeds, with the run's own, the task and the sample (I9)."""
+    on_progress: Callable[[Episode], None] | None = None
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = len(self.episodes)
+
+    @property
+    def done(self) -> bool:
+        return self.left == 0
 
 
 class Collector:
-    """Collects the episodes of a step. `engines` and `tokenizers` are by policy; `seed` is the run's."""
+    """Runs episodes. `engines` and `tokenizers` are by policy; `seed` is the run's.
+
+    `start` and `close` open and close what the episodes need; a `with` statement does both. Methods are called from one thread,
+    which isn't the loop's.
+    """
 
     def __init__(
         self,
@@ -52,13 +67,70 @@ class Collector:
         config: RolloutConfig,
         *,
         seed: int,
+        tools: Toolbox | None = None,
+        remotes: Mapping[str, RemoteModel] | None = None,
+        sampling: Callable[[AgentConfig], Sampling] | None = None,
     ) -> None:
-        self.team = team
-        self.engines = dict(engines)
-        self.renderers = {policy: ChatRenderer(tokenizer) for policy, tokenizer in tokenizers.items()}
-        self.reward = reward
-        self.config = config
-        self.seed = seed
+        """`sampling`: how an agent samples, where that isn't as its configuration has it (for evaluations)."""
+        self.team, self.config, self.tools, self.remotes = team, config, tools, dict(remotes or {})
+        self._gate = Gate(
+            engines,
+            deterministic=config.deterministic,
+            patience_seconds=min(PATIENCE_SECONDS, 0.1 * config.episode_timeout_seconds),
+            turn_timeout_seconds=config.turn_timeout_seconds,
+            on_death=self._tell,
+        )
+        self._player = Player(
+            team,
+            self._gate,
+            {policy: ChatRenderer(tokenizer) for policy, tokenizer in tokenizers.items()},
+            {policy: engine.max_model_tokens for policy, engine in engines.items()},
+            reward,
+            config,
+            seed=seed,
+            tools=tools,
+            remotes=self.remotes,
+            sampling=sampling,
+        )
+        self._loop = LoopThread("rollout")
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        # the rest is the loop's own
+        self._waiting: deque[tuple[Rollout, Episode]] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._slots = 0
+        self._stepping: asyncio.Task[None] | None = None
+        self._running: set[str] = set()
+
+    def start(self) -> None:
+        """Connect to tools and remote models.
+
+        RolloutError: one of them can't be used. ConfigError: an agent names a tool that its server doesn't have.
+        """
+        try:
+            for opened in (self.tools, *self.remotes.values()):
+                if opened is not None:
+                    self._loop.run(opened.start())
+        except (ToolError, EngineError) as error:
+            raise RolloutError(str(error)) from error
+        if self.tools is not None:
+            for agent in self.team.agents.values():
+                self.tools.specs(agent.tools)
+
+    def close(self) -> None:
+        """Cancel what runs and close tools and remote models; harmless when repeated."""
+        self._loop.call(self._cancel)
+        for opened in (self.tools, *self.remotes.values()):
+            if opened is not None:
+                self._loop.run(opened.close())
+        self._loop.close()
+
+    def __enter__(self) -> Collector:
+        self.start()
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
 
     def collect(
         self,
@@ -70,152 +142,130 @@ class Collector:
     ) -> list[Episode]:
         """One episode per (task, sample), in that order; with `only`, one per (task index, sample) of it, in its order.
 
-        Blocks until all have a reward or a failure. `on_progress` gets each episode when it is done. An episode's seeds depend
-        on nothing but the run's seed, the step and its own place, so that collecting one again gives it the same ones (I9).
+        Waits for all of them. `on_progress` gets each episode when it is done. What needs an engine that died fails, as nobody
+        brings it back meanwhile. ValueError: two tasks with one id, or one episode twice.
+        """
+        rollout = self.rollout(tasks, step=step, only=only, on_progress=on_progress)
+        self.submit([rollout])
+        while not self.wait(lambda: rollout.done):
+            for policy in self.dead:
+                self._loop.run(_do(self._gate.give_up, policy))
+        return rollout.episodes
 
-        ValueError: two tasks with one id, or one episode twice. What a scripted rule or `on_progress` raises goes through;
-        trouble of a single episode never does.
+    def rollout(
+        self,
+        tasks: Sequence[Task],
+        *,
+        step: int,
+        only: Iterable[tuple[int, int]] | None = None,
+        on_progress: Callable[[Episode], None] | None = None,
+    ) -> Rollout:
+        """The episodes that `collect` would run, for `submit`.
+
+        An episode's seeds depend on nothing but the run's seed, the step and its own place, so that running one again gives it
+        the same ones (I9).
         """
         cells = [(i, k) for i in range(len(tasks)) for k in range(self.config.group_size)] if only is None else list(only)
         if len({tasks[index].id for index, _ in cells}) < len({index for index, _ in cells}) or len(set(cells)) < len(cells):
             raise ValueError("two of the episodes have the same task id and sample; expected distinct ones (I4)")
-        rollout = _Rollout(self, step, on_progress)
-        return asyncio.run(rollout.run([(tasks[index], sample) for index, sample in cells]))
+        return Rollout([Episode(task=tasks[index], sample=sample) for index, sample in cells], step, on_progress)
 
+    def submit(self, rollouts: Sequence[Rollout]) -> None:
+        """Start rollouts, all at once: engines don't step between them."""
+        self._loop.call(self._start, list(rollouts))
 
-class _Rollout:
-    """One `collect`: its event loop, its gate and its slots."""
+    def wait(self, until: Callable[[], bool]) -> bool:
+        """Until `until()` holds, which is looked at whenever a rollout is done: True; or until an engine is dead: False.
 
-    def __init__(self, collector: Collector, step: int, on_progress: Callable[[Episode], None] | None) -> None:
-        self._collector = collector
-        self._step = step
-        self._on_progress = on_progress
-        patience = min(PATIENCE_SECONDS, 0.1 * collector.config.episode_timeout_seconds)
-        self._gate = Gate(collector.engines, deterministic=collector.config.deterministic, patience_seconds=patience)
-        self._grading: list[asyncio.Task[None]] = []
+        Raises what a scripted rule or `on_progress` raised; trouble of a single episode never comes through here.
+        """
+        with self._changed:
+            while True:
+                if self._error is not None:
+                    error, self._error = self._error, None
+                    raise error
+                if until():
+                    return True
+                if self.dead:
+                    return False
+                self._changed.wait()
 
-    async def run(self, cells: list[tuple[Task, int]]) -> list[Episode]:
-        episodes = [Episode(task=task, sample=sample) for task, sample in cells]
-        waiting = deque(episodes)
-        slots = min(len(episodes), self._collector.config.max_concurrent_episodes)
-        gate = asyncio.create_task(self._gate.run()) if self._collector.config.deterministic else None
-        workers = [asyncio.create_task(self._slot(waiting)) for _ in range(slots)]
-        try:
-            await _all_unless(workers, gate)
-            await asyncio.gather(*self._grading)
-        finally:
-            await _cancelled([*workers, *self._grading, *([gate] if gate else [])])
-        return episodes
+    def revive(self, policy: str) -> None:
+        """The policy's engine serves again, with the weights that it should have: what waited for it goes on."""
+        self._loop.run(_do(self._gate.revive, policy))
 
-    async def _slot(self, waiting: deque[Episode]) -> None:
+    @property
+    def dead(self) -> set[str]:
+        """The policies whose engine has died under a request, and that weren't revived yet."""
+        return self._gate.dead
+
+    # in the loop
+
+    def _start(self, rollouts: list[Rollout]) -> None:
+        for rollout in rollouts:
+            for episode in rollout.episodes:
+                if episode.id in self._running:
+                    self._end(ValueError(f"episode {episode.id} is submitted while it runs; expected distinct ones (I4)"))
+                    return
+                self._running.add(episode.id)
+                self._waiting.append((rollout, episode))
+        for _ in range(min(self.config.max_concurrent_episodes - self._slots, len(self._waiting))):
+            self._slots += 1
+            self._spawn(self._slot())
+        if self.config.deterministic and self._stepping is None:
+            self._stepping = self._spawn(self._gate.run())
+
+    async def _slot(self) -> None:
         """Play episodes one after the other. The next one is live before the gate can see a gap; grading needs no slot."""
-        while waiting:
-            episode = waiting.popleft()
-            self._gate.enter(episode.id)
-            try:
-                await self._play(episode)
-            finally:
-                self._gate.leave(episode.id)
-            self._grading.append(asyncio.create_task(self._finish(episode)))
-
-    async def _play(self, episode: Episode) -> None:
-        """Run the team; sets the answer, or the failure."""
-        started = time.perf_counter()
-        calls = Calls(
-            self._collector.team.agents,
-            self._collector.renderers,
-            self._speaker(episode.id),
-            episode,
-            lambda agent, turn: sample_seed(self._collector.seed, self._step, episode.task.id, episode.sample, agent, turn),
-        )
-        limit = self._collector.config.episode_timeout_seconds
         try:
-            async with asyncio.timeout(limit) as deadline:
-                answer = await self._collector.team.run(episode.task, Agents(calls))
-            if answer is None or isinstance(answer, str):
-                episode.answer = answer
-            else:
-                _fail(episode, "team", f"`run` returned {type(answer).__name__}; expected str or None")
-        except asyncio.CancelledError as error:
-            if _being_cancelled():
-                raise
-            _fail(episode, "team", self._said(error))
-        except Exception as error:  # the boundary to the user's code: whatever it raises fails this episode alone
-            if deadline.expired():
-                _fail(episode, "timeout", f"not done after rollout.episode_timeout_seconds = {limit:g}")
-            else:
-                _fail(episode, "team", self._said(error))
+            while self._waiting:
+                rollout, episode = self._waiting.popleft()
+                self._gate.enter(episode.id)
+                try:
+                    await self._player.play(episode, rollout.step)
+                finally:
+                    self._gate.leave(episode.id)
+                self._spawn(self._finish(rollout, episode))
         finally:
-            await calls.close()
-            episode.seconds = time.perf_counter() - started
-        if calls.engine_error is not None:
-            _fail(
-                episode, "engine", str(calls.engine_error), transient=isinstance(calls.engine_error, EngineDied | EngineTimeout)
-            )
+            self._slots -= 1
 
-    async def _finish(self, episode: Episode) -> None:
-        """Grade the answer of an episode that didn't fail, and report."""
-        if episode.failure is None:
-            try:
-                with span("grade", episode=episode.id):
-                    reward = float(await self._collector.reward(episode.task, episode.answer))
-            except Exception as error:  # the boundary to graders, which may be the user's: trouble is never a reward of 0 (I3)
-                _fail(episode, "grader", str(error) or type(error).__name__)
-            else:
-                if math.isfinite(reward):
-                    episode.reward = reward
-                else:
-                    _fail(episode, "grader", f"the reward is {reward}; expected a finite number")
-        if episode.failure is not None:
-            first_line = episode.failure.message.partition("\n")[0]
-            logger.warning("episode %s failed (%s): %s", episode.id, episode.failure.kind, first_line)
-        if self._on_progress is not None:
-            self._on_progress(episode)
+    async def _finish(self, rollout: Rollout, episode: Episode) -> None:
+        await self._player.grade(episode)
+        self._running.discard(episode.id)
+        if rollout.on_progress is not None:
+            rollout.on_progress(episode)
+        rollout.left -= 1
+        if rollout.done:
+            self._tell()
 
-    def _said(self, error: BaseException) -> str:
-        """The error, and the line of the team's own file that it came through."""
-        frames = traceback.extract_tb(error.__traceback__)
-        file = getattr(sys.modules.get(type(self._collector.team).__module__), "__file__", None)
-        own = [frame for frame in frames if frame.filename == file] or frames
-        return f"{type(error).__name__}: {error} ({own[-1].filename}:{own[-1].lineno})"
+    def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
 
-    def _speaker(self, episode: str) -> Callable[..., Awaitable[Completion]]:
-        """What the episode's agents ask: the engine of their policy, through the gate."""
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._end(error)
 
-        async def generate(agent: AgentConfig, prompt_ids: Sequence[int], *, seed: int, key: str) -> Completion:
-            most = self._collector.engines[agent.policy].max_model_tokens
-            if len(prompt_ids) + agent.max_tokens > most:
-                raise EngineError(
-                    f"{key}: the prompt has {len(prompt_ids)} tokens and max_tokens is {agent.max_tokens}; together at most "
-                    f"{most} (policies.{agent.policy}.engine.max_model_tokens)"
-                )
-            sampling = Sampling(max_tokens=agent.max_tokens, temperature=agent.temperature, stop=agent.stop)
-            return await self._gate.generate(agent.policy, episode, prompt_ids, sampling, seed=seed, key=key)
+    def _end(self, error: BaseException) -> None:
+        """A fault that isn't an episode's own: everything stops, and `wait` raises it."""
+        self._cancel()
+        self._error = self._error or error
+        self._tell()
 
-        return generate
+    def _cancel(self) -> None:
+        self._waiting.clear()
+        self._running.clear()
+        self._stepping = None
+        for task in self._tasks:
+            task.cancel()
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
 
-def _fail(episode: Episode, kind: FailureKind, message: str, *, transient: bool = False) -> None:
-    episode.failure = Failure(kind, message, transient)
-    episode.answer = episode.reward = None
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-async def _all_unless(workers: list[asyncio.Task[None]], gate: asyncio.Task[None] | None) -> None:
-    """Until all workers are done; raises what one of them, or the gate, raised."""
-    left: set[asyncio.Task[None]] = set(workers)
-    while left:
-        done, _ = await asyncio.wait(left | ({gate} if gate else set()), return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-        left -= done
-
-
-async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def _do(function: Callable[..., object], *arguments: Any) -> None:
+    function(*arguments)

@@ -13,11 +13,15 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one response is sampled. The log-probs returned are of exactly this distribution (I11)."""
+    """How one response is sampled. The log-probs returned are of exactly this distribution (I11).
+
+    Training samples at a temperature alone, which the trainer mirrors; temperature 0 (greedy) and `top_p` are for evaluations.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     stop: tuple[str, ...] = ()
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""The gate: lets engines step only when no episode could still add a request, so that batches never depend on timing (I9).
+"""The gate between episodes and engines: it holds requests while their engine is dead, and says when engines may step.
+
+A request whose engine dies waits until the engine is back (`revive`) and is put again, so that its episode goes on from its
+last finished turn; one that stalls is put once more. Where rollouts are deterministic, engines step only when no episode could
+still add a request, so that batches never depend on timing (I9):
 
     every live episode waits -> advance the engines that have requests -> deliver what finished, in key order -> ...
 
@@ -8,18 +12,19 @@ the clock did. Episodes that are being graded have left the gate. One that await
 it asks again, for `patience_seconds` at most: then the others go on without it (I3 before I9), and the log says that timing
 decides from there. A parallel team whose branches await other things than engines is the other case that timing can reach.
 
-Called by the collector, in one event loop, for one rollout.
+Called by the player for every request, and by the collector, in one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from drmas.errors import EngineDied, EngineError
+from drmas.errors import EngineDied, EngineError, EngineTimeout, TurnTimeout
 from drmas.rollout.engine import Completion, Engine, Sampling
 
 logger = logging.getLogger(__name__)
@@ -37,21 +42,67 @@ class _Request:
     delivery: asyncio.Future[Completion]
 
 
-class Gate:
-    """Knows who is live and who waits, and advances `engines` (by policy) when all wait.
+class Clock(Protocol):
+    """What a request has to do with its episode's time; `drmas.rollout.player.Clock` is it."""
 
-    With `deterministic` False nobody runs `run`, and `generate` only passes through.
+    def held(self) -> AbstractContextManager[None]:
+        """The episode's deadline stands still inside."""
+
+    def retried(self) -> None:
+        """A request of the episode is put again."""
+
+
+class Gate:
+    """Knows which engines are dead, who is live and who waits; advances `engines` (by policy) when all wait.
+
+    With `deterministic` False nobody runs `run`, and requests go straight to their engine.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], *, deterministic: bool, patience_seconds: float = 10.0) -> None:
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        *,
+        deterministic: bool,
+        patience_seconds: float = 10.0,
+        turn_timeout_seconds: float | None = None,
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_death` is called when a request finds its engine dead, in the event loop."""
         self._engines = engines
         self._deterministic = deterministic
         self._patience = patience_seconds
+        self._turn_timeout = turn_timeout_seconds
+        self._on_death = on_death
         self._live: set[str] = set()
         self._requests: dict[str, _Request] = {}
         self._dead: dict[str, EngineError] = {}
+        self._given_up: set[str] = set()
+        self._back: dict[str, asyncio.Event] = {}
+        self._lives: dict[str, int] = dict.fromkeys(engines, 0)
         self._events = 0
         self._changed = asyncio.Event()
+
+    @property
+    def dead(self) -> set[str]:
+        """The policies whose requests wait for `revive` or `give_up`. May be read from any thread."""
+        return self._dead.keys() - self._given_up
+
+    def revive(self, policy: str) -> None:
+        """The policy's engine serves again: what waits for it is put again."""
+        self._lives[policy] += 1
+        self._dead.pop(policy, None)
+        self._given_up.discard(policy)
+        self._wake(policy)
+
+    def give_up(self, policy: str) -> None:
+        """Nobody will bring the engine back: what needs it fails, until `revive`."""
+        self._given_up.add(policy)
+        self._wake(policy)
+
+    def _wake(self, policy: str) -> None:
+        if back := self._back.pop(policy, None):
+            back.set()
+        self._note()
 
     def enter(self, episode: str) -> None:
         """`episode` is live: engines wait for it until it waits for them."""
@@ -63,17 +114,41 @@ class Gate:
         self._note()
 
     async def generate(
-        self, policy: str, episode: str, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int, key: str
+        self, policy: str, episode: str, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int, key: str, clock: Clock
     ) -> Completion:
-        """`Engine.generate` of `policy`, for a live `episode`. EngineDied at once if that engine has died in this rollout."""
-        if policy in self._dead:
-            raise self._death(policy)
-        answer = self._engines[policy].generate(prompt_ids, sampling, seed=seed, key=key)
-        try:
-            return await (self._delivered(policy, episode, key, answer) if self._deterministic else answer)
-        except EngineDied as error:
-            self._bury(policy, error)
-            raise
+        """`Engine.generate` of `policy`, for a live `episode`; put again when the engine died under it, or stalled once.
+
+        EngineDied: the engine was given up. TurnTimeout: an attempt took longer than a turn may.
+        """
+        stalled = False
+        while True:
+            await self._served(policy, clock)
+            life = self._lives[policy]
+            answer = self._engines[policy].generate(prompt_ids, sampling, seed=seed, key=key)
+            try:
+                async with asyncio.timeout(self._turn_timeout) as deadline:
+                    return await (self._delivered(policy, episode, key, answer) if self._deterministic else answer)
+            except EngineDied as error:
+                if life == self._lives[policy]:  # else it died before, and is back already
+                    self._bury(policy, error)
+            except EngineTimeout:
+                if stalled:
+                    raise
+                stalled = True
+            except TimeoutError as error:
+                if not deadline.expired():
+                    raise
+                limit = f"rollout.turn_timeout_seconds = {self._turn_timeout:g}"
+                raise TurnTimeout(f"{key}: no response after {limit}") from error
+            clock.retried()
+
+    async def _served(self, policy: str, clock: Clock) -> None:
+        """Until the policy's engine isn't known to be dead. EngineDied: it was given up."""
+        while policy in self._dead:
+            if policy in self._given_up:
+                raise self._death(policy)
+            with clock.held():
+                await self._back.setdefault(policy, asyncio.Event()).wait()
 
     async def _delivered(self, policy: str, episode: str, key: str, answer: Coroutine[Any, Any, Completion]) -> Completion:
         task = asyncio.create_task(answer)
@@ -121,6 +196,10 @@ class Gate:
         """Until there are live episodes, each of them waits, and nothing more is on its way."""
         while True:
             events = self._events
+            if self.dead:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
             blocked = {request.episode for request in self._requests.values()}
             if not self._live or not self._live <= blocked:
                 self._changed.clear()
@@ -155,8 +234,10 @@ class Gate:
         return {key for key, request in self._requests.items() if request.policy == policy}
 
     def _bury(self, policy: str, error: EngineError) -> None:
-        """The engine is gone: what waits for it fails now, in key order; later calls fail at once."""
-        self._dead.setdefault(policy, error)
+        """The engine is gone: all that waits for it hears so, in key order, and then waits for its return."""
+        if policy not in self._dead:
+            self._dead[policy] = error
+            self._on_death()
         for key in sorted(self._waiting_for(policy)):
             request = self._requests.pop(key)
             request.task.cancel()
@@ -164,7 +245,7 @@ class Gate:
                 request.delivery.set_exception(self._death(policy))
 
     def _death(self, policy: str) -> EngineDied:
-        return EngineDied(f"the engine of policy {policy} died in this rollout: {self._dead[policy]}")
+        return EngineDied(f"the engine of policy {policy} died: {self._dead[policy]}")
 
     def _note(self) -> None:
         self._events += 1

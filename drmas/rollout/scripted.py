@@ -2,7 +2,10 @@
 
 For tests of teams and workflows without a model, and for the `scripted` backend. It batches as a real engine does: in
 deterministic mode an `advance` decodes all admitted requests token by token until the shortest is done. It computes nothing:
-every token has the same log-prob.
+every token has the same log-prob. Running freely, it can take its time as a model would (`seconds`), for measurements and tests
+of rollouts in which some answers take long:
+
+    ScriptedEngine(tokenizer, rule, deterministic=False, seconds=lambda prompt, key: delays[key], max_concurrent=64)
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any
 
 from drmas.errors import EngineDied, EngineError
@@ -24,6 +27,10 @@ Rule = Callable[[str, str], str | None]
 anything else that it raises is a mistake in the rule and ends the rollout."""
 
 
+Seconds = Callable[[str, str], float]
+"""(prompt text, key) -> how long the response takes."""
+
+
 @dataclass(slots=True)
 class _Request:
     key: str
@@ -33,6 +40,8 @@ class _Request:
     completion: Completion | None = None
     """Set at admission, unless the rule never answers."""
     tokens_left: int = 0
+    seconds: float = 0.0
+    timer: asyncio.TimerHandle | None = None
 
 
 class ScriptedEngine:
@@ -42,8 +51,21 @@ class ScriptedEngine:
     """
 
     def __init__(
-        self, tokenizer: Any, answer: Rule | Sequence[str], *, deterministic: bool = True, max_model_tokens: int = 1024
+        self,
+        tokenizer: Any,
+        answer: Rule | Sequence[str],
+        *,
+        deterministic: bool = True,
+        max_model_tokens: int = 1024,
+        seconds: Seconds | None = None,
+        max_concurrent: int | None = None,
     ) -> None:
+        """`seconds` is how long each response takes from its admission on; at most `max_concurrent` are admitted at a time.
+
+        ValueError: either is given for a deterministic engine, whose time is counted in tokens.
+        """
+        if deterministic and (seconds, max_concurrent) != (None, None):
+            raise ValueError("seconds and max_concurrent are for free-running engines; set deterministic to False")
         self.version = 0
         self.max_model_tokens = max_model_tokens
         self.sync_client = ScriptedSync(self)
@@ -52,6 +74,8 @@ class ScriptedEngine:
         self._tokenizer = tokenizer
         self._rule = answer if callable(answer) else _in_turn(answer)
         self._deterministic = deterministic
+        self._seconds, self._max_concurrent = seconds, max_concurrent
+        self._due: list[_Request] = []  # their time came during a pause
         self._submitted: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
         self._alive = True
@@ -62,7 +86,7 @@ class ScriptedEngine:
 
     def start(self) -> None:
         """Alive again after a death, as a fresh engine: version 0, nothing in flight."""
-        self._alive, self._paused, self.version = True, False, 0
+        self._alive, self._paused, self.version, self._due = True, False, 0, []
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int, key: str) -> Completion:
         """See `Engine.generate`; `seed` has nothing to decide here."""
@@ -79,6 +103,10 @@ class ScriptedEngine:
             self._submitted.pop(key, None)
             self._running.pop(key, None)
             self._wake()
+            if request.timer is not None:
+                request.timer.cancel()
+            if self._max_concurrent is not None and self._submitted:
+                asyncio.get_running_loop().call_soon(self._serve)
 
     async def advance(self) -> list[str]:
         """See `Engine.advance`. Waits where all admitted requests are of the kind that never answers."""
@@ -88,7 +116,7 @@ class ScriptedEngine:
             return []
         self._advancing = True
         try:
-            finished = self._admit()
+            finished = self._admit(sorted(self._submitted))
             while self._running and not finished:
                 if finished := self._decode():
                     break
@@ -110,6 +138,9 @@ class ScriptedEngine:
     def resume(self) -> None:
         self._paused = False
         if not self._deterministic:
+            due, self._due = self._due, []
+            for request in due:
+                request.future.get_loop().call_soon_threadsafe(self._end, request)
             for request in list(self._submitted.values()):
                 request.future.get_loop().call_soon_threadsafe(self._serve)
 
@@ -147,17 +178,19 @@ class ScriptedEngine:
                 f"{self.max_model_tokens} (max_model_tokens)"
             )
 
-    def _admit(self) -> list[str]:
-        """Ask the rule for each submitted request, in key order. Returns the keys of those it refused."""
+    def _admit(self, keys: list[str]) -> list[str]:
+        """Ask the rule for each of these submitted requests, in this order. Returns the keys of those it refused."""
         refused = []
-        if self._submitted:
-            self.keys.append(sorted(self._submitted))
-        for key in sorted(self._submitted):
+        if keys:
+            self.keys.append(keys)
+        for key in keys:
             request = self._submitted.pop(key, None)
             if request is None or request.future.done():
                 continue
             try:
-                text = self._rule(self._tokenizer.decode(request.prompt_ids), key)
+                prompt = self._tokenizer.decode(request.prompt_ids)
+                text = self._rule(prompt, key)
+                request.seconds = self._seconds(prompt, key) if self._seconds else 0.0
             except EngineDied:
                 self._running[key] = request
                 self.die()
@@ -190,15 +223,29 @@ class ScriptedEngine:
         return finished
 
     def _serve(self) -> None:
-        """Free-running: answer everything that was submitted."""
+        """Free-running: admit what there is room for, first come, first served. Each answer comes when its time is over."""
         if self._paused or not self._alive:
             return
+        room = len(self._submitted) if self._max_concurrent is None else self._max_concurrent - len(self._running)
+        admitted = sorted(islice(self._submitted, max(room, 0)))
         try:
-            self._admit()
+            self._admit(admitted)
         except EngineDied:
             return
-        while self._decode():
-            pass
+        finally:
+            for request in [self._running[key] for key in admitted if key in self._running]:
+                if request.seconds > 0:
+                    request.timer = request.future.get_loop().call_later(request.seconds, self._end, request)
+                else:
+                    self._end(request)
+
+    def _end(self, request: _Request) -> None:
+        """The time of a free-running response is over; one that the rule doesn't answer goes on waiting."""
+        if self._paused:
+            self._due.append(request)
+        elif request.completion is not None and self._running.get(request.key) is request:
+            del self._running[request.key]
+            self._finish(request)
 
     def _finish(self, request: _Request) -> None:
         if not request.future.done() and request.completion is not None:

@@ -41,12 +41,17 @@ class VllmEngine:
         deterministic: bool,
         initial_version: int = 0,
         lora: LoraConfig | None = None,
+        replica: int | None = None,
     ) -> None:
-        """`lora`: updates bring adapters of that shape for the model folder's weights, which stay; None: whole weights."""
+        """`name` is the policy's. `replica`: which one of its engines, where there are several (`pool`).
+
+        `lora`: updates bring adapters of that shape for the model folder's weights, which stay; None: whole weights.
+        """
         self.version = initial_version
         self.max_model_tokens = config.max_model_tokens
-        self._name, self._config, self._model_path = name, config, Path(model_path)
-        self._log = Path(log_dir) / f"engine-{name}.log"
+        self._policy, self._config, self._model_path = name, config, Path(model_path)
+        self._name = name if replica is None else f"{name}-{replica}"
+        self._log = Path(log_dir) / f"engine-{self._name}.log"
         self._seed, self._deterministic, self._initial_version = seed, deterministic, initial_version
         self._lora = lora
         self._advancing = False
@@ -59,11 +64,12 @@ class VllmEngine:
         self.close()
         if not (self._model_path / "config.json").is_file():
             raise EngineStartError(
-                f"engine {self._name}: {self._model_path} is no model folder (no config.json); set policies.{self._name}.model"
+                f"engine {self._name}: {self._model_path} is no model folder (no config.json); "
+                f"set policies.{self._policy}.model"
             )
         device = engine_device()
         arguments = self._arguments(device)
-        check_options(self._name, self._config.options, arguments)
+        check_options(self._policy, self._config.options, arguments)
         process, connection = launch(engine_environment(device, self._config.threads), self._log)
         self._connection = Connection(self._name, process, connection, self._log)
         _, ready = self._connection.request(
@@ -84,7 +90,7 @@ class VllmEngine:
             self._connection.kill()
             raise EngineStartError(
                 f"engine {self._name} was not ready after {self._config.start_timeout_seconds:g} s "
-                f"(policies.{self._name}.engine.start_timeout_seconds)\n{self._connection.log_tail()}"
+                f"(policies.{self._policy}.engine.start_timeout_seconds)\n{self._connection.log_tail()}"
             ) from None
         self.version = self._initial_version
         self._sync_client = VllmSyncClient(self, self._connection, description, self._config.request_timeout_seconds)
@@ -100,6 +106,7 @@ class VllmEngine:
             prompt=prompt,
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
+            top_p=sampling.top_p,
             stop=list(sampling.stop),
             seed=seed,
         )
@@ -107,7 +114,7 @@ class VllmEngine:
         try:
             answer = await asyncio.wait_for(asyncio.wrap_future(future), timeout)
         except TimeoutError:
-            late = f"gave no response to {key} within {timeout:g} s (policies.{self._name}.engine.request_timeout_seconds)"
+            late = f"gave no response to {key} within {timeout:g} s (policies.{self._policy}.engine.request_timeout_seconds)"
             if not await _answers(connection):
                 raise connection.give_up(f"{late}, nor to anything else") from None
             raise EngineTimeout(f"engine {self._name} {late}") from None
@@ -212,7 +219,7 @@ class VllmEngine:
         if not 0 < len(prompt) < limit:
             raise EngineError(
                 f"engine {self._name}: a prompt of {len(prompt)} tokens; it takes 1 to {limit - 1} "
-                f"(policies.{self._name}.engine.max_model_tokens is {limit})"
+                f"(policies.{self._policy}.engine.max_model_tokens is {limit})"
             )
         bad = [token for token in prompt if not 0 <= token < vocabulary]
         if bad:

@@ -211,6 +211,7 @@ def _sampling_params(message: Message) -> SamplingParams:
     return SamplingParams(
         max_tokens=message["max_tokens"],
         temperature=message["temperature"],
+        top_p=message["top_p"],
         stop=message["stop"] or None,
         seed=message["seed"],
         logprobs=0,  # the sampled token's only

@@ -6,9 +6,10 @@
     │ team, engines, grader     │ ◀──────── │ all hear of all updates; engines get weights   │
     └───────────────────────────┘  weights  └────────────────────────────────────────────────┘
 
-Who waits for whom: the other ranks wait in `share` while rank 0 rolls out; policies on ranks of their own are updated at the
-same time, and the quick wait for the slow in `share.gather`; the engines wait, paused, while weights arrive; nothing else
-overlaps (rollouts are on-policy). All ranks hold all rows, so groups, advantages and packing can't differ between them.
+Who waits for whom: the other ranks wait in `share` while rank 0 waits for a step's episodes; policies on ranks of their own are
+updated at the same time, and the quick wait for the slow in `share.gather`; the engines wait, paused, while weights arrive.
+With `rollout.max_staleness` the next steps' episodes run in a thread of rank 0 while a step is trained; else nothing overlaps.
+All ranks hold all rows, so groups, advantages and packing can't differ between them.
 `share(action)` runs the action on rank 0, `share.gather(action)` on every rank; what comes of it, or the error, reaches all.
 Setting up is `drmas.runtime.run`.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from drmas.config.schema import RunConfig
@@ -88,16 +90,21 @@ class Controller:
                 break
 
     def rollout(self, step: int) -> list[Row]:
-        """The step's rows, on every rank. An engine that died is started again and synced; what it lost is run again."""
+        """The step's rows, on every rank. An engine that died is started again and synced, and its episodes go on."""
+        message = self.driven(lambda: self.driver.collect(step, self.versions))
+        if message["fatal"]:  # the policies are as the last step left them: keep that before giving up
+            self.save(step - 1)
+            self.give_up(message["fatal"])
+        return [Row(**row) for row in message["rows"]]
+
+    def driven(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What the driver says once no engine had to be started again for it; `fatal` says why the run can't go on."""
         while True:
             with self.timed("rollout"), span("rollout"):
-                message = self.share(lambda: self.driver.collect(step))
-            trouble = message["fatal"] or next(filter(None, map(self.sync, message["restarted"])), None)
-            if trouble:  # the policies are as the last step left them: keep that before giving up
-                self.save(step - 1)
-                self.give_up(trouble)
-            if not message["restarted"]:
-                return [Row(**row) for row in message["rows"]]
+                message = self.share(action)
+            message["fatal"] = message["fatal"] or next(filter(None, map(self.sync, message["restarted"])), None)
+            if message["fatal"] or not message["restarted"]:
+                return message
 
     def estimate(self, rows: list[Row]) -> Advantages:
         """Every row's advantage. Each rank computes the same from the same rows, and from what critics say of them."""
@@ -129,16 +136,24 @@ class Controller:
         with span("train", policy.name), self.console.progress(f"train {policy.name}", report.rows) as on_rows:
             # A frozen policy has no update to measure the gap in, and a second update comes too late to.
             if batches and (not policy.config.trainable or self.config.train.updates_per_step > 1):
-                sampled = [row for batch in batches for row in batch.rows]
-                report.logprob_gap(sampled, policy.logprobs(sampled, [self.temperatures[row.agent] for row in sampled]))
+                batches = self.scored(policy, batches, report)
             for batch in batches if policy.config.trainable else ():
                 report.update(policy.update(batch, on_rows=on_rows))
         report.version, report.peak_memory_bytes = policy.version, peak_memory_bytes()
         return report
 
+    def scored(self, policy: PolicyTrainer, batches: list[PolicyBatch], report: PolicyReport) -> list[PolicyBatch]:
+        """The batches with the log-probs that the weights give their rows before the first of them changes these."""
+        rows = [row for batch in batches for row in batch.rows]
+        found = policy.logprobs(rows, [self.temperatures[row.agent] for row in rows])
+        report.logprob_gap(rows, found)
+        rest = iter(found)
+        first, *later = [replace(batch, old_logprobs=[next(rest) for _ in batch.rows]) for batch in batches]
+        return [replace(first, old_logprobs=None), *later]  # the first has the very weights: its ratio is exactly 1
+
     def batches(self, policy: str, rows: list[Row], values: Advantages) -> list[PolicyBatch]:
         """What a policy is updated with in this step: one batch per update, each with its share of the tasks."""
-        mine = [i for i, row in enumerate(rows) if row.policy == policy and values.values[i] is not None]
+        mine = [i for i, row in enumerate(rows) if row.policy == policy and row.trained and values.values[i] is not None]
         parts = split_updates(list(dict.fromkeys(rows[i].task for i in mine)), self.config.train.updates_per_step)
         chosen = [[i for i in mine if rows[i].task in tasks] for tasks in map(set, parts) if tasks]
         return [self.batch(rows, part, values) for part in chosen]
@@ -162,7 +177,9 @@ class Controller:
     def sync_changed(self) -> str | None:
         """Sync the policies whose engine holds another version. Returns what went wrong if it did for good."""
         changed = [name for name, version in self.versions.items() if version != self.syncs[name].version]
-        return next(filter(None, map(self.sync, changed)), None)
+        runs_ahead = self.config.rollout.max_staleness > 0 and not self.config.rollout.carry_over
+        settled = self.driven(lambda: self.driver.settle()) if changed and runs_ahead else {"fatal": None}
+        return settled["fatal"] or next(filter(None, map(self.sync, changed)), None)
 
     def sync(self, policy: str) -> str | None:
         """The policy's engine gets its weights; the engine's version is the policy's afterwards (I10).

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import math
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +20,14 @@ from drmas.errors import DataError, EngineDied
 from drmas.policy.batch import PolicyBatch
 from drmas.rollout.collector import Collector
 from drmas.rollout.engine import Engine
+from drmas.runtime.feed import Feed, mark_stale
 from drmas.runtime.record import PolicyReport, StepRecord
+from drmas.telemetry.alarms import Alarms, append_alarms
 from drmas.telemetry.console import Console
 from drmas.telemetry.episodes import write_episodes
 from drmas.telemetry.nvml import GpuSampler
 from drmas.telemetry.sinks import MetricsLog, replace_text
-from drmas.types import Episode, Task, rows_of
-
-
-@dataclass
-class Pending:
-    """The step in progress: its tasks, and the episodes collected so far."""
-
-    step: int
-    tasks: list[Task]
-    source_before: dict[str, Any]
-    episodes: dict[tuple[int, int], Episode] = field(default_factory=dict)
-    retried: int = 0
+from drmas.types import Episode, rows_of
 
 
 class Driver:
@@ -51,6 +41,7 @@ class Driver:
         tokenizers: Mapping[str, Any],
         run_dir: Path,
         metrics: MetricsLog,
+        alarms: Alarms,
         console: Console,
         peaks: Mapping[str, float] | None = None,
         gpus: GpuSampler | None = None,
@@ -61,34 +52,63 @@ class Driver:
         """
         self.config, self.source, self.collector, self.engines = config, source, collector, engines
         self.tokenizers, self.run_dir, self.metrics, self.console = tokenizers, run_dir, metrics, console
-        self.peaks, self.gpus = dict(peaks or {}), gpus
-        self.pending: Pending | None = None
+        self.alarms, self.peaks, self.gpus = alarms, dict(peaks or {}), gpus
+        bound = config.rollout.max_staleness
+        self.bounds = {
+            name: bound if agent.max_staleness is None else agent.max_staleness for name, agent in collector.team.agents.items()
+        }
+        self.feed = Feed(
+            collector, source, config.rollout, last_step=config.train.steps, on_progress=lambda episode: self._advance(1)
+        )
+        self.episodes: list[Episode] = []
+        """Of the step in progress, once they are taken."""
+        self.dropped = 0
+        self._advance: Callable[[int], None] = _ignore
         self.restarts = dict.fromkeys(engines, 0)
         self.stop_requested = False
 
-    def collect(self, step: int) -> dict[str, Any]:
-        """Run what is left of the step's episodes.
+    def collect(self, step: int, versions: Mapping[str, int]) -> dict[str, Any]:
+        """Wait for the step's episodes; `versions` are the policies'.
 
         Returns the message for all ranks: `restarted` names engines that came up anew and need their weights before the next
         call; otherwise `rows` is complete; `fatal` says why the run can't go on.
         """
         try:
-            if self.pending is None:
-                self.pending = self._begin(step)
-            for _ in range(2):  # a stall takes requests along and leaves the engine: what it took runs once more
-                if not self._dead():
-                    self._run(self.pending)
             if dead := self._dead():
-                for name in dead:
-                    self._restart(name)
-                return {"fatal": None, "restarted": dead, "rows": []}
+                return self._restarted(dead)
+            if self.config.rollout.deterministic and not self.feed.in_flight:
+                self._forget_prefixes()
+            rollout = self.config.rollout
+            with self.console.progress("rollout", rollout.tasks_per_step * rollout.group_size) as advance:
+                self._advance = advance
+                groups = self.feed.take(step)
+                self._advance = _ignore
+            if groups is None:
+                return self._restarted(self._dead())
         except (EngineDied, DataError) as error:
-            return {"fatal": str(error), "restarted": [], "rows": []}
-        return self._complete(self.pending)
+            return _message(fatal=str(error))
+        mark_stale(groups, self.bounds, versions, versions_per_step=self.config.train.updates_per_step)
+        self.episodes = [episode for group in groups for episode in group.episodes]
+        if self.config.rollout.deterministic and self.config.rollout.max_staleness and not self.feed.in_flight:
+            self._forget_prefixes()
+        message = self._complete(step)
+        if message["fatal"]:
+            self.feed.put_back(groups)
+        else:
+            self.feed.accept(step, groups)
+        return message
+
+    def settle(self) -> dict[str, Any]:
+        """Wait until no episode is in flight, so that weights may change; the message is as that of `collect`, without rows."""
+        try:
+            return _message() if self.feed.settle() else self._restarted(self._dead())
+        except (EngineDied, DataError) as error:
+            return _message(fatal=str(error))
 
     def after_push(self, name: str, trouble: Exception | None) -> dict[str, Any]:
         """Whether the weights must be pushed again, after the engine was started anew, or why the run has to end."""
         if trouble is None:
+            self.collector.revive(name)
             return {"fatal": None, "again": False}
         if not isinstance(trouble, EngineDied):
             return {"fatal": f"the weights of policy {name!r} could not be synced: {trouble}", "again": False}
@@ -106,17 +126,25 @@ class Driver:
         `skipped` has the batches of the policies with such an update. Returns `stop`, true after the user's first Ctrl-C, and
         `value`, the metric by which checkpoints are compared.
         """
-        pending, self.pending = self.pending, None
-        episodes = self._episodes(pending)
+        episodes, self.episodes = self.episodes, []
         write_episodes(self.run_dir, step, episodes, self.tokenizers, values)
         agents = list(self.collector.team.agents)
-        metrics = record.metrics(episodes, values, agents=agents, retried=pending.retried, peaks=self.peaks)
+        retried = sum(episode.retried for episode in episodes)
+        metrics = record.metrics(episodes, values, agents=agents, retried=retried, peaks=self.peaks)
+        metrics |= {"rollout/dropped_groups": self.feed.dropped - self.dropped, "rollout/groups_ahead": self.feed.ahead}
+        self.dropped = self.feed.dropped
+        metrics |= self.source.stats()
         for name, engine in self.engines.items():
             metrics[f"engine/{name}/peak_memory_bytes"] = engine.stats()["peak_memory_bytes"]
         if self.gpus is not None:
             metrics |= self.gpus.take()
+        raised = self.alarms.check(step, metrics, episodes, values, gap_rows=record.gap_rows())
+        metrics["alarms/count"] = self.alarms.active
         self.metrics.write(step, metrics)
         self.console.step(step, self.config.train.steps, metrics)
+        append_alarms(self.run_dir, raised)
+        for alarm in raised:
+            self.console.alarm(alarm)
         for name, batches in skipped.items():
             self._keep_skipped(step, name, record.policies[name], batches)
         if self.stop_requested and step < self.config.train.steps:
@@ -127,8 +155,8 @@ class Driver:
         return {"stop": self.stop_requested, "value": metrics.get(best)}
 
     def state(self) -> dict[str, Any]:
-        """Where the task source stands before the step in progress, or now between steps."""
-        return {"source": self.pending.source_before if self.pending else self.source.state()}
+        """Where the task source stands, and the episodes that are on their way."""
+        return self.feed.state()
 
     def handle_interrupts(self) -> None:
         """First Ctrl-C (or SIGTERM): finish the step, save, stop. Second: stop at once."""
@@ -142,37 +170,22 @@ class Driver:
         signal.signal(signal.SIGINT, request_stop)
         signal.signal(signal.SIGTERM, request_stop)
 
-    def _begin(self, step: int) -> Pending:
-        """The step's tasks. Every engine starts it without cached prefixes, whether or not its weights changed (I9)."""
+    def _forget_prefixes(self) -> None:
+        """Nothing cached from before, whether or not the weights changed: what runs next depends on itself alone (I9)."""
         for engine in self.engines.values():
             with suppress(EngineDied):  # it is started anew before the step runs
                 engine.pause()
                 engine.resume()
-        before = self.source.state()
-        return Pending(step, self.source.take(self.config.rollout.tasks_per_step), before)
 
-    def _run(self, pending: Pending) -> None:
-        """Collect the episodes that have not run, and again those that an engine took along when it died."""
-        cells = [(task, sample) for task in range(len(pending.tasks)) for sample in range(self.config.rollout.group_size)]
-        missing = [cell for cell in cells if (found := pending.episodes.get(cell)) is None or _lost(found)]
-        if not missing:
-            return
-        pending.retried += sum(cell in pending.episodes for cell in missing)
-        with self.console.progress("rollout", len(cells)) as advance:
-            advance(len(cells) - len(missing))
-            episodes = self.collector.collect(pending.tasks, step=pending.step, only=missing, on_progress=lambda *_: advance(1))
-        pending.episodes |= dict(zip(missing, episodes, strict=True))
-
-    def _complete(self, pending: Pending) -> dict[str, Any]:
-        episodes = self._episodes(pending)
-        rows = rows_of(episodes)
-        failures = [episode.failure for episode in episodes if episode.failure]
+    def _complete(self, step: int) -> dict[str, Any]:
+        rows = rows_of(self.episodes)
+        failures = [episode.failure for episode in self.episodes if episode.failure]
         fatal = None
-        if len(failures) == len(episodes):
-            write_episodes(self.run_dir, pending.step, episodes, self.tokenizers, Advantages([None] * len(rows), []))
+        if len(failures) == len(self.episodes):
+            write_episodes(self.run_dir, step, self.episodes, self.tokenizers, Advantages([None] * len(rows), []))
             first = failures[0]
-            fatal = f"all {len(episodes)} episodes of step {pending.step} failed; the first with {first.kind}: {first.message}"
-        return {"fatal": fatal, "restarted": [], "rows": [row.to_dict() for row in rows]}
+            fatal = f"all {len(failures)} episodes of step {step} failed; the first with {first.kind}: {first.message}"
+        return _message(fatal=fatal, rows=[row.to_dict() for row in rows])
 
     def _keep_skipped(self, step: int, name: str, report: PolicyReport, batches: Sequence[PolicyBatch]) -> None:
         """The rows of a policy's updates that were not applied, one a line, with all that the update got."""
@@ -186,11 +199,13 @@ class Driver:
             f"their rows are in {path}"
         )
 
-    def _episodes(self, pending: Pending) -> list[Episode]:
-        return [pending.episodes[cell] for cell in sorted(pending.episodes)]
-
     def _dead(self) -> list[str]:
-        return [name for name, engine in self.engines.items() if not engine.alive]
+        return [name for name, engine in self.engines.items() if not engine.alive or name in self.collector.dead]
+
+    def _restarted(self, dead: Sequence[str]) -> dict[str, Any]:
+        for name in dead:
+            self._restart(name)
+        return _message(restarted=dead)
 
     def _restart(self, name: str) -> None:
         """Bring a dead engine up anew. EngineDied: it may not be, or could not be, started again."""
@@ -202,6 +217,14 @@ class Driver:
         self.restarts[name] += 1
         self.console.note(f"the engine of policy {name!r} died; starting it again ({self.restarts[name]} of {limit})")
         self.engines[name].start()
+
+
+def _message(*, fatal: str | None = None, restarted: Sequence[str] = (), rows: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    return {"fatal": fatal, "restarted": list(restarted), "rows": list(rows)}
+
+
+def _ignore(count: int) -> None:
+    """What episodes that nobody waits for right now report to."""
 
 
 def batch_lines(batch: PolicyBatch, **more: Any) -> Iterator[str]:
@@ -220,7 +243,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _lost(episode: Episode) -> bool:
-    return episode.failure is not None and episode.failure.transient

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from drmas.errors import ModelError
 
@@ -131,3 +132,16 @@ def character_tokenizer():
         "{% else %}<user>{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<agent>{% endif %}"
     )
     return fast
+
+
+def load_tokenizer(policy: str, folder: Path) -> Any:
+    """The tokenizer of a model folder. ModelError: there is none that can read text."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"policies.{policy}.model: {folder} has no usable tokenizer: {error}") from error
+    if not tokenizer("0")["input_ids"]:  # what transformers makes up for a folder without one knows no text
+        raise ModelError(f"policies.{policy}.model: {folder} has no usable tokenizer; expected its tokenizer.json")
+    return tokenizer

@@ -34,6 +34,13 @@ def check(config: RunConfig, team: TeamConfig, *, world: int) -> None:
     if config.telemetry.profile is not None:
         Steps.parse(config.telemetry.profile)
     for name, agent in team.agents.items():
+        if (agent.max_staleness or 0) > config.rollout.max_staleness:
+            raise ConfigError(
+                f"team.{name}.max_staleness is {agent.max_staleness}, rollout.max_staleness is {config.rollout.max_staleness}; "
+                "no turn gets older than the latter: lower the one or raise the other"
+            )
+        if agent.policy in config.remotes:
+            continue
         room = config.policies[agent.policy].engine.max_model_tokens
         if agent.max_tokens >= room:
             raise ConfigError(
@@ -162,6 +169,14 @@ def describe(
         f"{config.train.updates_per_step} update(s) per policy",
         "advantage": f"{config.advantage.preset}: {rule}",
     }
+    lines["rollout"] = _rollouts(config)
+    for name, remote in config.remotes.items():
+        lines[f"remote {name}"] = f"{remote.model} at {remote.url}, never trained"
+    for name, tool in config.tools.items():
+        callers = [agent for agent, settings in agents.items() if any(each.split(".")[0] == name for each in settings.tools)]
+        lines[f"tool {name}"] = f"{tool.type}, for " + ", ".join(
+            [*callers, *(["the team"] if name in team.tool_sections else [])]
+        )
     ranks = policy_ranks(config, world)
     stacks = {name: str(_stack(name, policy, len(ranks[name]))) for name, policy in config.policies.items()}
     parts = {name: _parts(config, team, name, ranks[name], folders[name]) for name in config.policies}
@@ -182,6 +197,16 @@ def describe(
         raise ConfigError(str(error)) from error
     lines["kernels"] = f"{kernel.name}: {kernel.reason}"
     return lines
+
+
+def _rollouts(config: RunConfig) -> str:
+    rollout = config.rollout
+    ahead = f"up to {rollout.max_staleness} step(s) ahead" if rollout.max_staleness else "on-policy"
+    how = [ahead, "deterministic" if rollout.deterministic else "free-running"]
+    how += ["slow groups carried over"] if rollout.carry_over else []
+    how += [f"dynamic sampling in up to {rollout.dynamic.max_tries} rounds"] if rollout.dynamic.enabled else []
+    how += ["curriculum by success rate"] if config.curriculum.enabled else []
+    return ", ".join(how)
 
 
 def _policy(policy: PolicyConfig, ranks: list[int], count: int, parts: Mapping[int, list[memory.Part]]) -> str:

@@ -15,26 +15,16 @@ from typing import Any
 from drmas.core.advantages import Advantages
 from drmas.core.diagnostics import agent_summary, inflation_factors
 from drmas.policy.batch import UpdateResult
+from drmas.policy.gaps import Gap, is_fresh
 from drmas.types import Episode, Row, rows_of
 from drmas.weights.sync import SyncResult
 
 Metrics = dict[str, float | None]
 
-_ADVANTAGE_KEYS = ("row_sum", "constant_share", "singleton_share")
+_ADVANTAGE_KEYS = ("row_sum", "constant_share", "singleton_share", "uncompared_share")
 _GAP_KEYS = ("logprob_gap_mean", "logprob_gap_max")
+"""Of the loss, which measures from whatever the ratio is formed with, on all rows; `Gap` has those that count."""
 _COUNTS = ("tokens", "computed_tokens", "tokens_saved", "flops", "skipped", "critic_skipped")
-
-
-@dataclass
-class Gap:
-    """Distance of the trainer's log-prob to the engine's on the sampled tokens, for one agent."""
-
-    tokens: float = 0.0
-    total: float = 0.0
-    largest: float = 0.0
-
-    def add(self, tokens: float, mean: float, largest: float) -> None:
-        self.tokens, self.total, self.largest = self.tokens + tokens, self.total + tokens * mean, max(self.largest, largest)
 
 
 @dataclass
@@ -42,13 +32,21 @@ class PolicyReport:
     """What one policy did in a step, the same on all of its ranks; its leader's goes to every rank, as JSON."""
 
     version: int
+    """Made with the one before the step's updates, and set to the one after them."""
     trainable: bool = True
     rows: int = 0
     """Those that had a say."""
     updates: list[UpdateResult] = field(default_factory=list)
     gaps: dict[str, Gap] = field(default_factory=dict)
+    """Per agent with fresh rows: those that the weights before the step's updates sampled."""
     peak_memory_bytes: float = 0.0
     """Of the process of its first rank, so far."""
+    before: int | None = None
+    """The version before the step's updates."""
+
+    def __post_init__(self) -> None:
+        if self.before is None:
+            self.before = self.version
 
     def skipped(self) -> list[int]:
         """Which of the updates were not applied."""
@@ -57,25 +55,26 @@ class PolicyReport:
     def update(self, result: UpdateResult) -> None:
         """An update. Its gap counts for agents that no pass of its own has measured."""
         self.updates.append(result)
-        for agent, values in result.agents.items():
-            gap = Gap()
-            gap.add(values["tokens"], values["logprob_gap_mean"], values["logprob_gap_max"])
-            self.gaps.setdefault(agent, gap)
+        self.gaps = result.gaps | self.gaps
 
     def logprob_gap(self, rows: Sequence[Row], logprobs: Sequence[Sequence[float]]) -> None:
-        """The gap from a pass of its own: before the first of several updates, which later ones would blur, or without any."""
+        """The gap from a pass of its own: before the first of several updates, which later ones would blur, or without any.
+
+        Rows that an older version sampled are passed over: their distance is that of two versions.
+        """
         for row, ours in zip(rows, logprobs, strict=True):
-            distances = [abs(a - b) for a, b in zip(ours, row.logprobs, strict=True)]
-            self.gaps.setdefault(row.agent, Gap()).add(len(distances), sum(distances) / len(distances), max(distances))
+            if is_fresh(row, self.before):
+                distances = [abs(a - b) for a, b in zip(ours, row.logprobs, strict=True)]
+                gap = self.gaps.setdefault(row.agent, Gap())
+                gap.add(f"{row.episode}/{row.turn}", tokens=len(distances), total=sum(distances), largest=max(distances))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, said: dict[str, Any]) -> PolicyReport:
-        updates = [UpdateResult(**each) for each in said["updates"]]
-        gaps = {agent: Gap(**each) for agent, each in said["gaps"].items()}
-        return cls(**(said | {"updates": updates, "gaps": gaps}))
+        updates = [UpdateResult(**(each | {"gaps": _gaps_of(each["gaps"])})) for each in said["updates"]]
+        return cls(**(said | {"updates": updates, "gaps": _gaps_of(said["gaps"])}))
 
 
 @dataclass
@@ -108,8 +107,7 @@ class StepRecord:
         finished = [episode for episode in episodes if episode.failure is None]
         metrics: Metrics = {"reward/mean": _mean([episode.reward for episode in finished])}
         metrics |= self._rollout(episodes, retried)
-        metrics |= {f"rollout/{agent}/rows": 0.0 for agent in agents}
-        metrics |= self._agents(episodes, rows, values)
+        metrics |= self._agents(agents, episodes, rows, values)
         metrics |= self._training(peaks)
         metrics["sync/seconds"] = math.fsum(result.seconds for result in self.syncs)
         metrics["sync/bytes"] = sum(result.bytes for result in self.syncs)
@@ -120,6 +118,7 @@ class StepRecord:
 
     def _rollout(self, episodes: Sequence[Episode], retried: int) -> Metrics:
         generated = sum(len(turn.response_ids) for episode in episodes for turn in episode.turns)
+        uses = [use for episode in episodes if episode.failure is None for use in episode.tool_uses]
         gaps = list(self._gaps().values())
         tokens = sum(gap.tokens for gap in gaps)
         metrics: Metrics = {
@@ -129,24 +128,48 @@ class StepRecord:
             "rollout/logprob_gap_mean": _ratio(sum(gap.total for gap in gaps), tokens),
             "rollout/logprob_gap_max": max((gap.largest for gap in gaps), default=None),
             "rollout/retried": retried,
+            "rollout/tool_calls": len(uses),
+            "rollout/tool_errors": sum(not use.ok for use in uses),
         }
         kinds = [episode.status for episode in episodes if episode.failure is not None]
         return metrics | {f"rollout/failed/{kind}": kinds.count(kind) for kind in sorted(set(kinds))}
 
-    def _agents(self, episodes: Sequence[Episode], rows: list[Row], values: Advantages) -> Metrics:
-        metrics: Metrics = {}
-        factors, gaps = inflation_factors(rows), self._gaps()
-        for agent, summary in agent_summary(rows, values).items():
-            turns = [turn for episode in episodes if not episode.failure for turn in episode.turns if turn.agent == agent]
-            metrics |= {f"rollout/{agent}/{name}": value for name, value in summary.items() if name not in _ADVANTAGE_KEYS}
-            metrics[f"rollout/{agent}/truncated_share"] = _mean([turn.finish_reason == "length" for turn in turns])
-            metrics[f"rollout/{agent}/valid_share"] = _mean([turn.valid for turn in turns])
+    def _agents(self, agents: Sequence[str], episodes: Sequence[Episode], rows: Sequence[Row], values: Advantages) -> Metrics:
+        """Of every agent of the team; `rows` only of those that speak with a policy: a remote model's turns give none."""
+        factors, gaps, summaries = inflation_factors(rows), self._gaps(), agent_summary(rows, values)
+        asked = {turn.agent: bool(turn.prompt_ids) for episode in episodes for turn in episode.turns}
+        metrics: Metrics = {f"rollout/{agent}/rows": 0.0 for agent in agents if asked.get(agent, True)}
+        for agent in dict.fromkeys([*asked, *agents]):
+            summary = summaries.get(agent, {})
+            found = {name: value for name, value in summary.items() if name not in _ADVANTAGE_KEYS} | _conduct(agent, episodes)
+            if agent in summaries:
+                found |= self._ages([row for row in rows if row.agent == agent])
             if agent in gaps:
-                metrics[f"rollout/{agent}/logprob_gap_mean"] = _ratio(gaps[agent].total, gaps[agent].tokens)
-                metrics[f"rollout/{agent}/logprob_gap_max"] = gaps[agent].largest
-            metrics[f"advantage/{agent}/inflation_factor"] = factors.get(agent)
-            metrics |= {f"advantage/{agent}/{name}": summary[name] for name in _ADVANTAGE_KEYS}
+                found |= {"logprob_gap_mean": gaps[agent].mean, "logprob_gap_max": gaps[agent].largest}
+            metrics |= {f"rollout/{agent}/{name}": value for name, value in found.items()}
+            if agent in summaries:
+                metrics[f"advantage/{agent}/inflation_factor"] = factors.get(agent)
+                metrics |= {f"advantage/{agent}/{name}": summary[name] for name in _ADVANTAGE_KEYS}
         return metrics
+
+    def _ages(self, rows: Sequence[Row]) -> Metrics:
+        """Of one agent's rows of finished episodes: how far their tokens lag behind the weights before the step's updates, in
+        versions; how many are left out of the loss, the stale ones of the statistics too, the frozen ones not."""
+        finished = [row for row in rows if row.status in ("ok", "stale")]
+        reports = {row.policy: self.policies[row.policy] for row in finished if row.policy in self.policies}
+        metrics: Metrics = {
+            "stale": sum(row.status == "stale" for row in finished),
+            "frozen": sum(not (row.trained and _trainable(reports.get(row.policy))) for row in finished if row.status == "ok"),
+        }
+        lags = [reports[row.policy].before - version for row in finished if row.policy in reports for version in row.versions]
+        if lags:
+            metrics |= {"version_lag_mean": math.fsum(lags) / len(lags), "version_lag_max": max(lags)}
+            metrics["mixed_version_share"] = _mean([len(set(row.versions)) > 1 for row in finished])
+        return metrics
+
+    def gap_rows(self) -> dict[str, list[str]]:
+        """Per agent its fresh rows with the largest mean gap, first the largest."""
+        return {agent: list(gap.worst) for agent, gap in self._gaps().items()}
 
     def _gaps(self) -> dict[str, Gap]:
         """By agent; an agent has one policy."""
@@ -164,6 +187,38 @@ class StepRecord:
                 merged = _merge([result.agents[agent] for result in report.updates if agent in result.agents])
                 metrics |= {f"train/{policy}/{agent}/{name}": value for name, value in merged.items() if name not in _GAP_KEYS}
         return metrics
+
+
+def _conduct(agent: str, episodes: Sequence[Episode]) -> Metrics:
+    """What an agent did. Tokens and seconds are sums over all episodes, since failed ones cost as much; the rest is of finished
+    ones."""
+    every = [turn for episode in episodes for turn in episode.turns if turn.agent == agent]
+    finished = [episode for episode in episodes if episode.failure is None]
+    turns = [turn for episode in finished for turn in episode.turns if turn.agent == agent]
+    uses = [use for episode in finished for use in episode.tool_uses if use.agent == agent]
+    called = sum(any(turn.agent == agent for turn in episode.turns) for episode in finished)
+    metrics: Metrics = {"idle_share": 1.0 - called / len(finished) if finished else None}
+    if every:
+        metrics |= {
+            "prompt_tokens": sum(len(turn.prompt_ids) for turn in every),
+            "response_tokens": sum(len(turn.response_ids) for turn in every),
+            "seconds": math.fsum(turn.seconds for turn in every),
+            "truncated_share": _mean([turn.finish_reason == "length" for turn in turns]),
+            "valid_share": _mean([turn.valid for turn in turns]),
+            "invalid": sum(not turn.valid for turn in turns),
+            "tool_calls_per_episode": _ratio(len(uses), len(finished)),
+        }
+    if uses:
+        metrics["tool_errors_share"] = _mean([not use.ok for use in uses])
+    return metrics
+
+
+def _gaps_of(said: Mapping[str, Any]) -> dict[str, Gap]:
+    return {agent: Gap(**each) for agent, each in said.items()}
+
+
+def _trainable(report: PolicyReport | None) -> bool:
+    return report is None or report.trainable
 
 
 def _policy(report: PolicyReport, peak: float | None) -> Metrics:

@@ -18,7 +18,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from drmas.agents.team import TeamConfig
+from drmas.agents.user_code import is_file_spec, split_spec
 from drmas.errors import CheckpointError
 from drmas.policy import checkpoint, folders
 from drmas.policy.broadcast import Broadcast
@@ -61,14 +62,17 @@ class Checkpoints:
         keep_best: int = 0,
         asynchronous: bool = False,
         on_failure: Callable[[str], None] | None = None,
+        files: Sequence[str | Path] = (),
     ) -> None:
         """Keep the newest `keep` and, of the others, the `keep_best` whose value is largest.
+
+        `files` are further files of code that the run's episodes depend on, as they depend on the team's.
 
         With `asynchronous`, `save` copies and returns, and a thread writes. `on_failure` hears of a save that failed, and the
         run goes on; without it the CheckpointError is raised where the failure is noticed.
         """
         self.folder, self.share, self.keep, self.keep_best = run_dir / "checkpoints", share, keep, keep_best
-        self.team, self.asynchronous, self.failed = fingerprint(team), asynchronous, 0
+        self.team, self.asynchronous, self.failed = fingerprint(team, files), asynchronous, 0
         self._on_failure, self._lost = on_failure, ""
         self._pending: _Pending | None = None
 
@@ -286,7 +290,10 @@ def _guarded(action: Callable[[], Any], folder: Path) -> Any:
         raise CheckpointError(f"{folder} can't be written: {error}") from error
 
 
-def fingerprint(team: TeamConfig) -> str:
-    """A hash of what decides a team's conduct: its settings, defaults included, and the source of its class."""
-    source = inspect.getsource(inspect.getmodule(type(team)) or type(team))
-    return blake2b(f"{team.model_dump_json()}\n{source}".encode(), digest_size=16).hexdigest()
+def fingerprint(team: TeamConfig, files: Sequence[str | Path] = ()) -> str:
+    """A hash of what decides a team's conduct: its settings, defaults included, the sources of its class and of its sub-teams',
+    the files of its parsers, and `files`."""
+    parsers = [split_spec(agent.parser)[0] for agent in team.agents.values() if is_file_spec(agent.parser)]
+    sources = [inspect.getsource(inspect.getmodule(type(each)) or type(each)) for each in team.teams]
+    sources += [Path(file).read_text(encoding="utf-8") for file in [*parsers, *files]]
+    return blake2b("\n".join([team.model_dump_json(), *sources]).encode(), digest_size=16).hexdigest()

@@ -17,33 +17,40 @@ from typing import Any
 
 import torch
 
-from drmas.agents.team import TeamConfig, check_policies, load_team
+from drmas.agents.team import TeamConfig, check_policies, check_tools, load_team
+from drmas.agents.user_code import split_spec
 from drmas.config.schema import LossConfig, LossOverrides, PolicyConfig, RunConfig
+from drmas.config.tasks import PythonTool
 from drmas.core.advantages import AdvantageRule, resolve
 from drmas.core.gae import GaeRule
 from drmas.envs.rewards import make_reward
 from drmas.envs.source import TaskSource
-from drmas.errors import CheckpointError, ModelError
+from drmas.errors import CheckpointError
 from drmas.policy import host_platform
 from drmas.policy.broadcast import Broadcast
 from drmas.policy.critic import Critic
 from drmas.policy.groups import Groups, PolicyGroups, destroy, init_distributed
 from drmas.policy.peak import device_peak
 from drmas.policy.reference import Reference
-from drmas.policy.trainer import PolicyTrainer
+from drmas.policy.trainer import PolicyTrainer, mismatch_rule
 from drmas.rollout.collector import Collector
+from drmas.rollout.engine import Engine
+from drmas.rollout.pool import make_engine
+from drmas.rollout.remote import Remote
 from drmas.rollout.vllm_engine import VllmEngine
 from drmas.runtime.controller import Controller
 from drmas.runtime.driver import Driver
 from drmas.runtime.folder import RunFolder
-from drmas.runtime.models import resolve_model
+from drmas.runtime.models import load_tokenizer, resolve_model
 from drmas.runtime.placement import check, describe, notes, policy_ranks
 from drmas.runtime.resume import Checkpoints
+from drmas.runtime.tools import make_tools
 from drmas.runtime.warm_start import Teacher, warm_start
+from drmas.telemetry.alarms import Alarms, keep_alarms_until
 from drmas.telemetry.console import Console
 from drmas.telemetry.nvml import GpuSampler, gpu_sampler
 from drmas.telemetry.report import write_report
-from drmas.telemetry.sinks import MetricsLog
+from drmas.telemetry.sinks import MetricsLog, read_metrics
 from drmas.telemetry.trace import Profile, Steps
 from drmas.weights.relay import relayed
 from drmas.weights.sync import WeightSync
@@ -55,13 +62,14 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, d
     rule = resolve(**config.advantage.model_dump(exclude_none=True))
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     console = Console(quiet=rank != 0)
-    if unused := check_policies(team, config.policies):
+    if unused := check_policies(team, [*config.policies, *config.remotes]):
         console.note(f"no agent uses the policy {', '.join(unused)}; it costs memory and does nothing")
+    check_tools(team, config.tools)
     check(config, team, world=world)
     for note in notes(config, world=world):
         console.note(note)
     if dry_run:
-        TaskSource(config.data, seed=config.seed)
+        TaskSource(config.data, seed=config.seed, curriculum=config.curriculum)
         console.start(describe(config, team, rule, world=world, folders=_folders(config)))
         return Path(config.output) / config.name
     if rank != 0:  # the first interrupt ends the run after its step, by rank 0's word; torchrun sends it to every rank
@@ -109,6 +117,7 @@ class Job:
             keep_best=keeping.keep_best,
             asynchronous=keeping.asynchronous,
             on_failure=console.note,
+            files=[split_spec(tool.path)[0] for tool in config.tools.values() if isinstance(tool, PythonTool)],
         )
         self.groups = Groups()
         self.ranks = policy_ranks(config, world)
@@ -152,7 +161,7 @@ class Job:
         """Everything that can be refused before anything heavy starts; writes the run's settings when all of it is sound."""
         self.folder.open(resume=resume, overwrite=overwrite)
         state = self.checkpoints.latest() if resume else None
-        self.source = TaskSource(self.config.data, seed=self.config.seed)
+        self.source = TaskSource(self.config.data, seed=self.config.seed, curriculum=self.config.curriculum)
         folders = _folders(self.config)
         self.console.start(describe(self.config, self.team, self.rule, world=self.world, folders=folders))
         if resume and state is None:
@@ -190,7 +199,7 @@ class Job:
             seed=self.config.seed,
             total_steps=total_steps,
             agents=[agent for agent, settings in self.team.agents.items() if settings.policy == name],
-            loss=LossConfig() if warm else self.config.loss,
+            loss=LossConfig() if warm else self.config.loss.model_copy(update={"mismatch": mismatch_rule(self.config)}),
             reference=None if warm else self.reference(name, config, folder),
             critic=None if warm else self.critic(name, config, folder, total_steps),
         )
@@ -260,43 +269,69 @@ class Job:
         return {**folders, **targets}
 
     def start_driver(self, folders: Mapping[str, Path], state: dict[str, Any] | None) -> None:
-        """Engines, grader and logs. Closed when the run ends, however it ends."""
+        """Engines, grader, tools, remote models and logs. Closed when the run ends, however it ends."""
         config, tokenizers = self.config, _tokenizers(folders)
         reward = make_reward(config.reward)
         self.stack.callback(reward.close)
-        engines = {}
-        for name, policy in config.policies.items():
-            engines[name] = VllmEngine(
-                name,
-                policy.engine,
-                model_path=folders[name],
-                log_dir=self.folder.path / "logs",
-                seed=config.seed,
-                deterministic=config.rollout.deterministic,
-                lora=policy.lora if policy.syncs_adapters else None,
-            )
-            self.stack.callback(engines[name].close)
-            engines[name].start()
+        engines = {name: self.engine(name, policy, folders[name]) for name, policy in config.policies.items()}
+        collector = Collector(
+            self.team,
+            engines,
+            tokenizers,
+            reward,
+            config.rollout,
+            seed=config.seed,
+            tools=make_tools(config.tools),
+            remotes={name: Remote(name, remote) for name, remote in config.remotes.items()},
+        )
+        self.stack.enter_context(collector)
+        for engine in engines.values():
+            engine.start()
         metrics = MetricsLog(self.folder.path, tensorboard=config.telemetry.tensorboard)
         self.stack.callback(metrics.close)
-        metrics.truncate_after(state["step"] if state else 0)
-        if state:
-            self.source.restore(state["driver"]["source"])
+        last_step = state["step"] if state else 0
+        metrics.truncate_after(last_step)
+        keep_alarms_until(self.folder.path, last_step)
+        alarms = Alarms(config.telemetry.alarms)
+        alarms.replay(read_metrics(self.folder.path))
         self.driver = Driver(
             config,
             source=self.source,
-            collector=Collector(self.team, engines, tokenizers, reward, config.rollout, seed=config.seed),
+            collector=collector,
             engines=engines,
             tokenizers=tokenizers,
             run_dir=self.folder.path,
             metrics=metrics,
+            alarms=alarms,
             console=self.console,
             gpus=self.gpus,
             peaks={
                 name: device_peak(config.policies[name]).flops_per_second * len(ranks) for name, ranks in self.ranks.items()
             },
         )
+        if state:
+            self.driver.feed.restore(state["driver"])
         self.driver.handle_interrupts()
+
+    def engine(self, name: str, policy: PolicyConfig, folder: Path) -> Engine:
+        """The policy's engine or engines, not started yet."""
+        deterministic = self.config.rollout.deterministic
+
+        def one(replica: int | None) -> Engine:
+            return VllmEngine(
+                name,
+                policy.engine,
+                replica=replica,
+                model_path=folder,
+                log_dir=self.folder.path / "logs",
+                seed=self.config.seed,
+                deterministic=deterministic,
+                lora=policy.lora if policy.syncs_adapters else None,
+            )
+
+        engine = make_engine(one, policy.engine.replicas, deterministic=deterministic)
+        self.stack.callback(engine.close)
+        return engine
 
     def end(self, policies: Mapping[str, PolicyTrainer]) -> None:
         """Export, report, and say where everything is. CheckpointError: the run's end isn't saved, or can't be exported."""
@@ -332,12 +367,4 @@ def _folders(config: RunConfig) -> dict[str, Path]:
 
 
 def _tokenizers(folders: Mapping[str, Path]) -> dict[str, Any]:
-    from transformers import AutoTokenizer
-
-    tokenizers = {}
-    for name, folder in folders.items():
-        try:
-            tokenizers[name] = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"policies.{name}.model: {folder} has no usable tokenizer: {error}") from error
-    return tokenizers
+    return {name: load_tokenizer(name, folder) for name, folder in folders.items()}

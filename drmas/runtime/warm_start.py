@@ -40,7 +40,7 @@ class Teacher:
 
         engines = {name: ScriptedEngine(tokenizer, answer) for name, tokenizer in tokenizers.items()}
         rollout = RolloutConfig(group_size=1, max_concurrent_episodes=self.warm.batch_size)
-        self.collector = Collector(team, engines, tokenizers, reward, rollout, seed=config.seed)
+        self.collector = stack.enter_context(Collector(team, engines, tokenizers, reward, rollout, seed=config.seed))
 
     def batch(self, step: int) -> list[dict[str, Any]]:
         episodes = self.collector.collect(self.source.take(self.warm.batch_size), step=-step)

@@ -14,7 +14,11 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from drmas.telemetry.alarms import Alarm
 from drmas.telemetry.names import Metrics, agents_of, failures_of, phases_of, policies_of, seconds_of
+
+ALARM_ROWS = 3
+"""Of the rows behind an alarm, how many its line names; alarms.jsonl has more."""
 
 
 class Console:
@@ -61,10 +65,27 @@ class Console:
             self._said.add(message)
             self._rich.print(Text(message, style="yellow"))
 
+    def alarm(self, alarm: Alarm) -> None:
+        """An alarm, with the first of the rows behind it."""
+        self._rich.print(Text(alarm_line(alarm), style="red"))
+
     def _block(self, lines: Mapping[str, Any]) -> None:
         width = max(map(len, lines), default=0)
         for label, value in lines.items():
             self._rich.print(Text.assemble((f"{label:<{width}}  ", "bold"), str(value)))
+
+
+def alarm_line(alarm: Alarm) -> str:
+    """One alarm as plain text.
+
+    Example, in one line: "step 12  ALARM spike of solver: gradient norm 31.2, 9.8 times its median of 3.184  (rows
+    sums/17#0/1, sums/17#2/0, sums/4#1/0 and 7 more)"
+    """
+    line = f"step {alarm.step}  ALARM {alarm.kind} of {alarm.agent}: {alarm.message}"
+    if not alarm.rows:
+        return line
+    more = f" and {len(alarm.rows) - ALARM_ROWS} more" if len(alarm.rows) > ALARM_ROWS else ""
+    return f"{line}  (rows {', '.join(alarm.rows[:ALARM_ROWS])}{more})"
 
 
 def step_line(step: int, steps: int, metrics: Metrics) -> str:

@@ -1,4 +1,4 @@
-"""The episodes of a step as a file: every turn with its text, ids, log-probs, versions, advantage and segments.
+"""The episodes of a step as a file: every turn with its text, ids, log-probs, versions, advantage and segments; tool calls.
 
 `episodes/step_N.jsonl` of a run folder, one object per episode; written by the controller after advantages, read by the report
 and by `drmas inspect`. Failed episodes are in it, with their status and message (I3).
@@ -10,12 +10,13 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from drmas.errors import DataError
 from drmas.telemetry.sinks import replace_text
-from drmas.types import Episode, Turn
+from drmas.types import Episode, Turn, rows_of
 
 
 class Tokenizer(Protocol):
@@ -55,22 +56,24 @@ def write_episodes(
 ) -> Path:
     """Write a step's episodes, whole or not at all.
 
-    `tokenizers`: policy -> tokenizer, for the prompt's text, special tokens included. `advantages` is over `rows_of(episodes)`;
-    a turn without a row (empty response) gets null.
+    `tokenizers`: policy -> tokenizer, for the prompt's text, special tokens included; a turn of a remote model has text only.
+    `advantages` is over `rows_of(episodes)`; a turn without a row (empty response) gets null.
     """
     keys: dict[int, dict[str, list[Any]]] = {}
     for segment in advantages.segments:
         for row in segment.rows:
             keys.setdefault(row, {})[segment.scope] = list(segment.key)
     lines = []
-    row = 0
+    row, rows = 0, rows_of(list(episodes))
     for episode in episodes:
         turns = []
         for turn in episode.turns:
             has_row = bool(turn.response_ids)
-            written = _turn(turn, tokenizers[turn.policy])
+            written = _turn(turn, tokenizers[turn.policy] if turn.prompt_ids else None)
             written["advantage"] = _finite(advantages.values[row]) if has_row else None
             written["segments"] = {scope: keys.get(row, {}).get(scope) if has_row else None for scope in ("mean", "std")}
+            written["reward"] = _finite(rows[row].reward) if has_row else None
+            written["status"] = rows[row].status if has_row else None
             turns.append(written)
             row += has_row
         lines.append(json.dumps(_episode(episode) | {"turns": turns}, allow_nan=False))
@@ -94,15 +97,17 @@ def _episode(episode: Episode) -> dict[str, Any]:
         "status": episode.status,
         "message": episode.failure.message if episode.failure else "",
         "seconds": episode.seconds,
+        "retried": episode.retried,
+        "tools": [asdict(use) for use in episode.tool_uses],
     }
 
 
-def _turn(turn: Turn, tokenizer: Tokenizer) -> dict[str, Any]:
+def _turn(turn: Turn, tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {
         "agent": turn.agent,
         "policy": turn.policy,
         "turn": turn.index,
-        "prompt": tokenizer.decode(turn.prompt_ids),
+        "prompt": turn.prompt_text if tokenizer is None else tokenizer.decode(turn.prompt_ids),
         "text": turn.text,
         "prompt_ids": turn.prompt_ids,
         "response_ids": turn.response_ids,
@@ -111,6 +116,8 @@ def _turn(turn: Turn, tokenizer: Tokenizer) -> dict[str, Any]:
         "finish_reason": turn.finish_reason,
         "valid": turn.valid,
         "penalty": turn.penalty,
+        "trained": turn.trained,
+        "seconds": turn.seconds,
     }
 
 

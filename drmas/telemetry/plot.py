@@ -50,9 +50,10 @@ def line_chart(
     y_label: str,
     x_label: str = "step",
     reference: float | None = None,
+    marks: Sequence[float] = (),
     standalone: bool = False,
 ) -> str:
-    """An SVG line chart; `reference` draws a dashed horizontal line (1 for an inflation factor)."""
+    """An SVG line chart; `reference` draws a dashed horizontal line (1 for an inflation factor), `marks` vertical ones."""
     values = [value for one in series for part in (one.y, one.low, one.high) for value in part if _shown(value)]
     if reference is not None and values:
         values.append(reference)
@@ -61,6 +62,8 @@ def line_chart(
     if reference is not None and values:
         y = frame.y(reference)
         body.append(f'<line class="reference" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+    bottom = HEIGHT - BOTTOM
+    body += [f'<path class="mark" d="M{frame.x(mark):.1f} {frame.top:.1f}V{bottom}"/>' for mark in marks]
     for index, one in enumerate(series):
         body.append(_band(frame, one, index))
         body.append(_line(frame, one, index))

@@ -1,18 +1,20 @@
 """`report.html`: one page about one run, with nothing outside it and no script.
 
-Reads the run folder only (config.json, metrics.jsonl, episodes/, environment.json), so it works for a run that died and
-for one made elsewhere. Called at the end of a run and by `drmas report RUN`. Curves are `plot`'s, transcripts `transcripts`'.
+Reads the run folder only (config.json, metrics.jsonl, alarms.jsonl, episodes/, environment.json), so it works for a run that
+died and for one made elsewhere. Called at the end of a run and by `drmas report RUN`. Curves are `plot`'s, transcripts
+`transcripts`'.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from drmas.errors import DataError
+from drmas.telemetry.alarms import Alarm, read_alarms
 from drmas.telemetry.environment import read_environment
 from drmas.telemetry.markup import pairs, table, text
 from drmas.telemetry.names import Metrics, agents_of, failures_of, phases_of, policies_of, seconds_of
@@ -25,15 +27,16 @@ TABLE_ROWS = 200
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` and return its path. DataError if the folder has no metrics."""
+    """Write `run_dir/report.html` and return its path. DataError if the folder has no metrics, or a damaged file."""
     config = _config(run_dir)
-    steps = read_metrics(run_dir)
+    steps, alarms = read_metrics(run_dir), read_alarms(run_dir)
     planned = config.get("train", {}).get("steps")
     name = config.get("name") or run_dir.name
     body = [
         f"<header><h1>{text(name)}</h1><p class='soft'>{_subtitle(config, steps, planned)}</p></header>",
         _tiles(steps),
-        f'<section><h2>Curves</h2><div class="charts">{"".join(charts(steps))}</div></section>',
+        "" if alarms is None else f"<section><h2>Alarms</h2>{_alarms(alarms)}</section>",
+        f'<section><h2>Curves</h2><div class="charts">{"".join(charts(steps, alarms or ()))}</div></section>',
         f"<section><h2>Steps</h2>{_step_table(steps)}</section>",
     ]
     shown = config.get("telemetry", {}).get("transcripts", 4)
@@ -117,45 +120,65 @@ def _peak(steps: Sequence[Metrics], first: str, last: str) -> str:
     return f"{max(found) / 2**30:.1f} GiB" if found else "-"
 
 
-def charts(steps: Sequence[Metrics]) -> list[str]:
-    """The SVG curves for which the run has at least one value."""
+def _alarms(alarms: Sequence[Alarm]) -> str:
+    """One row each, the last ones where there are many."""
+    if not alarms:
+        return "<p class='soft'>None.</p>"
+    note = ""
+    if len(alarms) > TABLE_ROWS:
+        note = f"<p class='soft'>The last {TABLE_ROWS} of {len(alarms)} alarms; alarms.jsonl has them all.</p>"
+    rows = [
+        [str(alarm.step), *map(text, (alarm.kind, alarm.agent, alarm.message)), text(", ".join(alarm.rows)) or "-"]
+        for alarm in alarms[-TABLE_ROWS:]
+    ]
+    return note + table(["step", "alarm", "agent", "what", "rows behind it"], rows)
+
+
+def charts(steps: Sequence[Metrics], alarms: Sequence[Alarm] = ()) -> list[str]:
+    """The SVG curves for which the run has a value, with a vertical mark where one of its metrics raised an alarm."""
     x = [float(metrics["step"] or 0) for metrics in steps]
-
-    def series(name: str, key: str) -> Series:
-        return Series(name, x, [metrics.get(key) for metrics in steps])
-
-    def per(names: Sequence[str], key: Callable[[str], str]) -> list[Series]:
-        return [series(name, key(name)) for name in names]
-
     agents, policies = agents_of(steps), policies_of(steps)
-    pairs_of = [(policy, agent) for policy in policies for agent in agents]
 
-    def trained(key: str) -> list[Series]:
-        return [series(agent, f"train/{policy}/{agent}/{key}") for policy, agent in pairs_of]
+    def of_agents(key: str) -> list[tuple[str, str]]:
+        return [(agent, f"rollout/{agent}/{key}") for agent in agents]
 
-    speeds = [series("rollout", "rollout/tokens_per_second")]
-    speeds += [series(f"train {name}", f"train/{name}/tokens_per_second") for name in policies]
-    team = [series("all episodes", "reward/mean")]
+    def trained(key: str) -> list[tuple[str, str]]:
+        return [(agent, f"train/{policy}/{agent}/{key}") for policy in policies for agent in agents]
+
+    def compared(key: str) -> list[tuple[str, str]]:
+        return [(agent, f"advantage/{agent}/{key}") for agent in agents]
+
+    speeds = [("rollout", "rollout/tokens_per_second")]
+    speeds += [(f"train {name}", f"train/{name}/tokens_per_second") for name in policies]
+    gaps = [(kind, f"rollout/logprob_gap_{kind}") for kind in ("mean", "max")]
     lines = [
-        ("Reward", "mean reward", [*per(agents, lambda name: f"rollout/{name}/reward_mean"), *team], None),
-        ("Inflation factor", "factor", per(agents, lambda name: f"advantage/{name}/inflation_factor"), 1.0),
-        ("Advantage", "root mean square", per(agents, lambda name: f"rollout/{name}/advantage_rms"), None),
-        ("Gradient norm", "norm", per(policies, lambda name: f"train/{name}/grad_norm"), None),
+        ("Reward", "mean reward", [*of_agents("reward_mean"), ("all episodes", "reward/mean")], None),
+        ("Inflation factor", "factor", compared("inflation_factor"), 1.0),
+        ("Advantage", "root mean square", of_agents("advantage_rms"), None),
+        ("Rows without comparison", "share", compared("uncompared_share"), None),
+        ("Gradient norm", "norm", [(name, f"train/{name}/grad_norm") for name in policies], None),
         ("Gradient norm by agent", "norm", trained("grad_norm"), None),
         ("Entropy", "nats per token", trained("entropy"), None),
         ("KL to the sampling policy", "nats per token (k3)", trained("kl_k3"), None),
         ("Clipped above", "share of tokens", trained("clip_high_share"), None),
-        ("Log-prob gap", "nats", [series(kind, f"rollout/logprob_gap_{kind}") for kind in ("mean", "max")], None),
-        ("Response length", "tokens", per(agents, lambda name: f"rollout/{name}/response_tokens_mean"), None),
-        ("Valid turns", "share", per(agents, lambda name: f"rollout/{name}/valid_share"), None),
+        ("Log-prob gap", "nats", gaps, None),
+        ("Log-prob gap by agent", "mean, nats", of_agents("logprob_gap_mean"), None),
+        ("Corrected tokens", "share truncated or masked", trained("mismatch_truncated_share"), None),
+        ("Version lag", "versions", of_agents("version_lag_mean"), None),
+        ("Response length", "tokens", of_agents("response_tokens_mean"), None),
+        ("Truncated turns", "share", of_agents("truncated_share"), None),
+        ("Valid turns", "share", of_agents("valid_share"), None),
         ("Throughput", "tokens per second", speeds, None),
     ]
     drawn = []
     for title, y_label, candidates, reference in lines:
-        present = [one for one in candidates if any(value is not None for value in one.y)]
+        drawable = [Series(name, x, [metrics.get(key) for metrics in steps]) for name, key in candidates]
+        present = [one for one in drawable if any(value is not None for value in one.y)]
         if present:
-            drawn.append(line_chart(present, title=title, y_label=y_label, reference=reference))
-    phases = per(phases_of(steps), lambda name: f"time/{name}_seconds")
+            keys = {key for _, key in candidates}
+            marks = sorted({float(alarm.step) for alarm in alarms if alarm.metric in keys} & set(x))
+            drawn.append(line_chart(present, title=title, y_label=y_label, reference=reference, marks=marks))
+    phases = [Series(name, x, [metrics.get(f"time/{name}_seconds") for metrics in steps]) for name in phases_of(steps)]
     if any(value for one in phases for value in one.y):
         drawn.append(stacked_chart(phases, title="Time by phase", y_label="seconds"))
     return drawn

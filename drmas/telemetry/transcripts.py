@@ -66,7 +66,20 @@ def _episode(episode: Record) -> str:
         message = f'<p class="bad">No reward, and out of every statistic: {text(episode["message"] or "no message")}</p>'
     head = f'<h3>{text(episode["episode"])} {outcome}</h3><p class="soft">{_answers(episode)}</p>'
     question = f'<p class="question">{text(shortened(episode["question"], CHARACTERS))}</p>'
-    return f"<article>{head}{question}{message}{''.join(_turn(turn) for turn in episode['turns'])}</article>"
+    turns = "".join(_turn(turn) + _tools(episode["tools"], turn["turn"]) for turn in episode["turns"])
+    return f"<article>{head}{question}{message}{_tools(episode['tools'], None)}{turns}</article>"
+
+
+def _tools(uses: Sequence[Record], turn: int | None) -> str:
+    """The tool calls that `turn` asked for; with None, those of the team itself."""
+    parts = []
+    for use in uses:
+        if use["turn"] == turn:
+            outcome = "" if use["ok"] else ' <span class="tag bad">an error</span>'
+            call = f"{text(use['tool'])} {text(shortened(use['arguments'], 200))}{outcome}"
+            result = text(shortened(use["result"], CHARACTERS))
+            parts.append(f"<details><summary>{call}</summary><pre>{result}</pre></details>")
+    return "".join(parts)
 
 
 def _answers(episode: Record) -> str:
@@ -86,6 +99,10 @@ def _turn(turn: Record) -> str:
         tags.append(f'<span class="tag bad">penalty {_number(turn["penalty"])}</span>')
     if not turn["valid"]:
         tags.append('<span class="tag bad">did not parse</span>')
+    if turn["status"] == "stale":
+        tags.append('<span class="tag bad">too stale</span>')
+    if not turn["trained"]:
+        tags.append('<span class="tag">frozen</span>')
     if turn["finish_reason"] == "length":
         tags.append('<span class="tag bad">cut at the length limit</span>')
     facts = [

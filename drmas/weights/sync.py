@@ -1,8 +1,9 @@
 """Carry a policy's weights into its engine: pause, start, send, finish with the version, resume.
 
-One `WeightSync` per policy, on every trainer rank; only the sender holds the engine. On a CPU the weights travel over the gloo
-transport of this package, on a GPU over vLLM's own NCCL trainer. The GPU path differs in `_connect` only; it was written
-against vLLM's source and has not been run, since it needs a GPU.
+One `WeightSync` per policy, on every trainer rank; only the sender holds the engine. Several replicas of an engine are one
+engine here: their client counts all their workers, which form one group with the sender and get one broadcast. On a CPU the
+weights travel over the gloo transport of this package, on a GPU over vLLM's own NCCL trainer. The GPU path differs in
+`_connect` only; it was written against vLLM's source and has not been run, since it needs a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from drmas.weights.wire import LOOPBACK, free_port
 
 
 class SyncClient(Client, Protocol):
-    """An engine's control channel: vLLM's protocol, and what it lacks. One object per engine process.
+    """An engine's control channel: vLLM's protocol, and what it lacks. One object per engine process (or set of replicas).
 
     A scripted engine's has no `num_workers`: there are no weights to carry, and it only learns the version.
     """
@@ -80,7 +81,8 @@ class WeightSync:
 
         SyncError: the weights were not finite, didn't fit or didn't arrive. The engine then runs on with its old weights; only
         where some layers had changed already, or where it refuses to go back, it stays paused and takes no requests until a
-        push succeeds. EngineDied: start the engine again and push again. Only the sender raises; it must tell the other ranks.
+        push succeeds. EngineDied: start the engine again and push again; replicas that live have gone back and are paused until
+        then. Only the sender raises; it must tell the other ranks.
         """
         started = time.perf_counter()
         sent = 0
@@ -115,6 +117,8 @@ class WeightSync:
             self._update(engine, version)
         except EngineDied:
             self.close()
+            with contextlib.suppress(EngineError):  # where there are other replicas, they give up this update as well
+                _go_back(engine)
             raise
         except RuntimeError as error:  # EngineError and SyncError too, and what torch raises over a broken group
             self.close()

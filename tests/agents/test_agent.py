@@ -13,7 +13,21 @@ def test_I11_sampling_that_the_trainer_cannot_mirror_is_refused(key: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": 0}, {"max_tokens": 0}, {"invalid_penalty": -0.1}, {"stop": [""]}, {"parser": "boxd"}, {"tempo": 1}]
+    "bad",
+    [
+        {"temperature": 0},
+        {"max_tokens": 0},
+        {"invalid_penalty": -0.1},
+        {"stop": [""]},
+        {"parser": "boxd"},
+        {"tempo": 1},
+        {"retries": -1},
+        {"on_invalid": "open"},
+        {"overlong": "cut"},
+        {"max_tool_calls": 0},
+        {"max_staleness": -1},
+        {"parser": None},
+    ],
 )
 def test_bad_values_are_refused(bad: dict) -> None:
     with pytest.raises(ValidationError):
@@ -23,3 +37,8 @@ def test_bad_values_are_refused(bad: dict) -> None:
 def test_placeholders_of_both_templates() -> None:
     agent = AgentConfig(system="You check {subject}.", prompt="{question} {{not_this}}")
     assert agent.placeholders == {"subject", "question"}
+
+
+def test_tags_of_both_templates() -> None:
+    agent = AgentConfig(system="Between <answer> and </answer>.", prompt="<solution>{solution}</solution>")
+    assert agent.tags == {"answer", "solution"}

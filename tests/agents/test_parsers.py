@@ -1,9 +1,22 @@
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from drmas.agents.parsers import Parsed, make_parser
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drmas.agents.parsers import make_parser
 from drmas.errors import ConfigError
+
+TAGGED = st.lists(
+    st.sampled_from(["<verdict>", "</verdict>", "<choice>", "</choice>", "<a>", "</a>", "yes", " ", "\\boxed{", "}"])
+)
+
+
+def read(spec: str, text: str) -> tuple:
+    parsed = make_parser(spec)(text)
+    return parsed.value, parsed.valid
 
 
 @pytest.mark.parametrize(
@@ -16,59 +29,125 @@ from drmas.errors import ConfigError
         ("<verdict>approve</verdict></verdict>", True, True),
         ("<verdict>reject<verdict>approve</verdict>", True, True),
         ("<verdict>approve</verdict> <verdict>reje", True, True),
-        ("<verdict>approve or reject</verdict>", None, False),
-        ("<verdict></verdict>", None, False),
-        ("<verdict>approve", None, False),
-        ("I approve of this", None, False),
-        ("approve</verdict>", None, False),
-        ("", None, False),
+        ("<verdict>approve or reject</verdict>", False, False),
+        ("<verdict></verdict>", False, False),
+        ("<verdict>approve", False, False),
+        ("I approve of this", False, False),
+        ("approve</verdict>", False, False),
+        ("", False, False),
         (" Approve\n", True, True),
         ("我认为 <verdict>approve</verdict>", True, True),
         ("İ <verdict>approve</verdict>", True, True),
     ],
 )
-def test_verdict_takes_the_last_complete_tag_pair(text: str, value: bool | None, valid: bool) -> None:
-    assert make_parser("verdict")(text) == Parsed(value, valid)
+def test_verdict_takes_the_last_complete_tag_pair(text: str, value: bool, valid: bool) -> None:
+    assert read("verdict", text) == (value, valid)
 
 
 def test_verdict_with_words_of_its_own() -> None:
-    parse = make_parser("verdict:yes, no")
-    assert parse("yes") == Parsed(True, True)
-    assert parse("NO ") == Parsed(False, True)
-    assert parse("yes no") == Parsed(None, False)
-    assert parse("<verdict>no</verdict>") == Parsed(False, True)
-    assert parse("approve") == Parsed(None, False)
+    spec = "verdict:yes, no"
+    assert read(spec, "yes") == (True, True)
+    assert read(spec, "NO ") == (False, True)
+    assert read(spec, "yes no") == (False, False)
+    assert read(spec, "<verdict>no</verdict>") == (False, True)
+    assert read(spec, "approve") == (False, False)
 
 
-def test_hostile_tags() -> None:
-    assert make_parser("verdict")("<verdict>" * 50_000) == Parsed(None, False)
+def test_a_choice_is_one_of_the_words_as_they_were_written() -> None:
+    spec = "choice:Left,right,3"
+    assert read(spec, "LEFT.") == ("Left", True)
+    assert read(spec, "3") == ("3", True)
+    assert read(spec, "I go <choice>left</choice>, no: <choice> Right! </choice>") == ("right", True)
+    assert read(spec, "left or right") == (None, False)
+    assert read(spec, "<choice>up</choice> left") == (None, False)
+    assert read(spec, "<choice>left") == (None, False)
+    assert make_parser(spec)("left or right").lenient == "Left"
+
+
+def test_a_tag_is_read_from_its_last_complete_pair() -> None:
+    spec = "tag:answer"
+    assert read(spec, "<answer>a</answer> <ANSWER>\n b </answer> <answer>c") == ("b", True)
+    assert read(spec, "b") == (None, False)
+    assert read(spec, "<answer> </answer>") == (None, False)
+    assert read(spec, "<answers>b</answers>") == (None, False)
+    assert read("tag:final-answer", "<final-answer>b</final-answer>") == ("b", True)
+    assert make_parser(spec)(" b ").lenient == "b"
+
+
+@pytest.mark.parametrize("spec", ["verdict", "choice:a,b", "tag:a", "boxed", "text"])
+def test_hostile_tags(spec: str) -> None:
+    for text in ("<verdict>" * 50_000, "<choice>" * 50_000, "<a>" * 50_000, "\\boxed{" * 50_000, "\0" * 100_000):
+        make_parser(spec)(text)
+    assert read("verdict", "<verdict>" * 50_000) == (False, False)
+
+
+@given(parts=TAGGED)
+def test_what_is_valid_holds_a_value_that_the_text_has(parts: list[str]) -> None:
+    text = "".join(parts)
+    for spec in ("tag:a", "boxed", "choice:yes,no"):
+        value, valid = read(spec, text)
+        assert valid == (value is not None)
+        assert value is None or value in text
 
 
 def test_text_is_stripped_and_empty_is_invalid() -> None:
-    assert make_parser("text")(" 12\n") == Parsed("12", True)
-    assert make_parser("text")(" \n") == Parsed("", False)
+    assert read("text", " 12\n") == ("12", True)
+    assert read("text", " \n") == ("", False)
 
 
 def test_boxed_needs_a_closed_box_with_content() -> None:
-    parse = make_parser("boxed")
-    assert parse(r"so \boxed{ 12 }") == Parsed("12", True)
-    assert parse(r"so \boxed{12") == Parsed(None, False)
-    assert not parse(r"\boxed{ }").valid
-    assert parse("12") == Parsed(None, False)
+    assert read("boxed", r"so \boxed{ 12 }") == ("12", True)
+    assert read("boxed", r"so \boxed{12") == (None, False)
+    assert read("boxed", r"\boxed{ }") == (None, False)
+    assert read("boxed", "12") == (None, False)
+    assert make_parser("boxed")(" 12 ").lenient == "12"
+
+
+def test_a_parser_of_ones_own_is_run_once_and_gives_parsed_or_a_pair(tmp_path: Path) -> None:
+    file = tmp_path / "my parser.py"
+    file.write_text(
+        "from drmas.agents.parsers import Parsed\n\nloads = []\nloads.append(1)\n\n\n"
+        "def length(text):\n    return len(text), len(text) > 2\n\n\n"
+        "def full(text):\n    return Parsed(len(loads), valid=False, lenient='x')\n"
+    )
+    length = make_parser(f"{file}:length")
+    assert [(length(text).value, length(text).valid, length(text).lenient) for text in ("abc", "a")] == [
+        (3, True, 3),
+        (1, False, 1),
+    ]
+    full = make_parser(f"{file}:full")("abc")
+    assert (full.value, full.valid, full.lenient) == (1, False, "x")
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("verdct", "the nearest is 'verdict'"),
-        ("", "expected one of boxed, text, verdict"),
+        ("", "expected one of boxed, choice, tag, text, verdict, or path/to/file.py:function"),
         ("boxed:x", "takes no arguments; found x"),
         ("verdict:yes", "expected two different ones"),
         ("verdict:yes,yes", "expected two different ones"),
         ("verdict:Yes,yes", "expected two different ones"),
         ("verdict:yes,", "expected two different ones"),
+        ("verdict:a,b,c", "verdict has the words a, b, c; expected two of them"),
+        ("choice", "choice has the words ''; expected two different ones or more: choice:a,b"),
+        ("choice:a", "choice has the words 'a'; expected two different ones or more"),
+        ("choice:a,b,A.", "choice has the words 'a, b, A.'; expected two different ones"),
+        ("tag", "tag has the arguments ''; expected one name: tag:answer"),
+        ("tag:a,b", "tag has the arguments 'a, b'; expected one name"),
+        ("tag:<a>", "tag has the arguments '<a>'; expected one name"),
+        ("nowhere.py:read", "parser: there is no file nowhere.py; expected path/to/file.py:name"),
+        ("nowhere.py", "parser is 'nowhere.py'; expected path/to/file.py:name"),
     ],
 )
 def test_bad_spec_is_a_config_error(spec: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_parser(spec)
+
+
+def test_a_parser_file_without_the_function_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("word = 3\n\n\ndef read(text):\n    return text, True\n")
+    with pytest.raises(ConfigError, match=r"in .*mine.py the nearest is 'read'"):
+        make_parser(f"{tmp_path}/mine.py:reed")
+    with pytest.raises(ConfigError, match=r"mine.py:word', a int; expected a function of the text"):
+        make_parser(f"{tmp_path}/mine.py:word")

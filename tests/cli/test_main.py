@@ -110,6 +110,6 @@ def test_a_fault_of_ours_keeps_its_traceback(monkeypatch):
 
 def test_the_app_names_every_command():
     names = {command.callback.__name__ for command in cli.app.registered_commands}
-    assert names == {"train", "inspect", "report", "doctor", "export", "import_"}
+    assert names == {"train", "inspect", "report", "doctor", "export", "import_", "eval_", "prepare_data", "serve_retriever"}
     assert isinstance(cli.config_app, typer.Typer)
     assert issubclass(DataError, cli.UserError)

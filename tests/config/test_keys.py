@@ -45,6 +45,36 @@ def test_a_section_is_explained_with_its_keys():
     assert [line.split(":")[0].strip() for line in lines[1:]] == keys
 
 
+def test_a_section_of_several_shapes_lists_the_keys_under_the_shape_that_has_them():
+    lines = describe("data").split("\n")
+    assert lines[1].startswith("  data.type: reasoning-gym | jsonl | parquet")
+    starts = [line.split(":")[0] for line in lines]
+    sums, mix = starts.index("  sums"), starts.index("  mix")
+    assert starts[sums + 1 : mix] == [f"    data.{key}" for key in ("largest", "terms", "size", "seed")]
+    assert starts[mix + 1 :] == ["    data.parts"]
+
+
+def test_a_key_that_shapes_of_a_section_share_is_explained_for_each():
+    assert describe("data.size").split("\n") == [
+        "data.type reasoning-gym, sums: data.size: integer > 0; default 1000",
+        "data.type facts: data.size: integer > 0, or unset; default unset. All of them if unset, else so many, drawn by "
+        "`seed`.",
+    ]
+    assert describe("data.hops") == "data.hops: list of integer >= 1 and <= 3; default [1, 2]"
+
+
+def test_a_table_of_named_sections_is_explained_with_the_keys_of_one():
+    assert [line.split(":")[0] for line in describe("data.parts").split("\n")] == [
+        "data.parts",
+        "  data.parts.NAME",
+        "    data.parts.NAME.weight",
+        "    data.parts.NAME.data",
+    ]
+    assert "data.parts.NAME.data.largest: integer > 0; default 9" in describe("data.parts.maths.data")
+    assert "tools.NAME.topk: integer > 0; default 3" in describe("tools")
+    assert describe("reward.by_source.maths") == "reward.by_source.NAME: math | exact | em | f1 | gym"
+
+
 def test_an_unknown_key_is_answered_with_the_nearest():
     with pytest.raises(ConfigError, match=r"train\.stpes: unknown key; the nearest valid key is train\.steps"):
         describe("train.stpes")

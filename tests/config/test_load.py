@@ -86,7 +86,10 @@ def test_the_same_shape_keeps_the_settings(recipe):
         (["--loss.eps_clip", "0.1"], ["here this is loss.clip_low and loss.clip_high"]),
         (["--algorithm.adv_estimator", "grpo"], ["here this is advantage.preset"]),
         (["--actor.ppo_mini_batch_size", "8"], ["here this is train.updates_per_step"]),
-        (["--data.largest", "3"], ["data.largest", "data.type reasoning-gym", "it takes type, name, size, seed, options"]),
+        (
+            ["--data.largest", "3"],
+            ["data.largest", "data.type reasoning-gym", "it takes type, name, size, seed, difficulty, options"],
+        ),
         (["--train.steps", "-3"], ["train.steps: -3; expected integer > 0 (from --train.steps)"]),
         (["--train.steps", "x"], ["train.steps: 'x'; expected integer > 0"]),
         (["--train.steps"], ["--train.steps: has no value; expected integer > 0"]),
@@ -94,7 +97,10 @@ def test_the_same_shape_keeps_the_settings(recipe):
         (["--train", "5"], ["train: 5; expected the keys steps, updates_per_step, placement, threads"]),
         (["--train", '{"stps": 3}'], ["train.stps: unknown key (from --train)"]),
         (["--advantage.mean", "agnt"], ["advantage.mean: 'agnt'; expected agent | task | none"]),
-        (["--data.type", "smus"], ["data.type: smus; expected reasoning-gym | jsonl | sums"]),
+        (
+            ["--data.type", "smus"],
+            ["data.type: smus; expected reasoning-gym | jsonl | parquet | huggingface | facts | sums | mix"],
+        ),
         (["--policies.mian.lr", "1"], ["policies.mian.model: missing (from --policies.mian.lr)", "main"]),
         (["--loss.dual-clip", "0.5"], ["dual_clip is 0.5; it must exceed 1", "--loss.dual-clip"]),
         (["--policies.main.loss.dual-clip", "1"], ["policies.main.loss", "dual_clip is 1.0; it must exceed 1"]),
@@ -233,3 +239,60 @@ def test_a_warm_start_needs_data_that_can_be_demonstrated():
 def test_another_team_drops_the_settings_of_the_recipes_team():
     config = load("quickstart", ["--team.solver.max-tokens", "7", "--team.name", "single"])
     assert config.team == {"name": "single", "solver": {"max_tokens": 7}}
+
+
+MIX = ["--data.type", "mix", "--data.parts.sums.data.type", "sums"]
+
+
+def test_the_parts_of_a_mix_are_reached_by_overrides_in_any_order():
+    words = ["--data.parts.sums.data.size", "4", *MIX, "--data.parts.sums.weight", "3", "--data.parts.b.data.type", "sums"]
+    parts = load("quickstart", words).data.parts
+    assert {name: (part.weight, part.data.size) for name, part in parts.items()} == {"sums": (3.0, 4), "b": (1.0, 1000)}
+    other = load("quickstart", [*words, "--data.parts.b.data.type", "facts"]).data.parts["b"].data
+    assert (other.type, other.hops) == ("facts", [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["--data.parts.sums.data.sze", "4"],
+            "data.parts.sums.data.sze: unknown key (from --data.parts.sums.data.sze); the nearest valid key is "
+            "data.parts.sums.data.size",
+        ),
+        (
+            ["--data.parts.sums.data.path", "x"],
+            "data.parts.sums.data.path: unknown key of data.parts.NAME.data.type sums (from --data.parts.sums.data.path); it "
+            "takes type, largest, terms, size, seed",
+        ),
+        (
+            ["--data.parts.sums.data.size", "x"],
+            "data.parts.sums.data.size: 'x'; expected integer > 0 (from --data.parts.sums.data.size)",
+        ),
+        (
+            ["--data.parts.b.data.type", "mix"],
+            "data.parts.b.data.type: mix; expected reasoning-gym | jsonl | parquet | huggingface | facts | sums (from "
+            "--data.parts.b.data.type)",
+        ),
+        (["--data.parts.sums.weight", "0"], "data.parts.sums.weight: 0; expected number > 0 (from --data.parts.sums.weight)"),
+        (
+            ["--eval.data.type", "sums", "--eval.data.path", "x"],
+            "eval.data.path: unknown key of eval.data.type sums (from --eval.data.path); it takes type, largest, terms, size, "
+            "seed",
+        ),
+        (
+            ["--reward.by-source.sums", "emm"],
+            "reward.by_source.sums: 'emm'; expected math | exact | em | f1 | gym (from --reward.by-source.sums)",
+        ),
+    ],
+)
+def test_a_mistake_in_a_nested_section_is_named_by_the_users_key(words, line):
+    assert error_of("quickstart", *MIX, *words) == line
+
+
+def test_tables_of_named_values_and_sections_are_reached_by_overrides():
+    config = load("quickstart", ["--reward.by-source.maths", "math", "--tools.wiki.type", "search", "--tools.wiki.topk", "5"])
+    assert (config.reward.by_source, config.tools["wiki"].topk) == ({"maths": "math"}, 5)
+    assert error_of("quickstart", "--data.type", "mix", "--data.parts", "{}") == (
+        "data.parts: {}; expected a table of named entries (from --data.parts)"
+    )

@@ -13,7 +13,7 @@ from drmas.core.advantages import resolve
 
 SWITCHES = {
     *("dry-run", "resume", "overwrite", "list", "profile", "json", "rows", "step", "help"),
-    *("policy", "output", "adapter", "model"),
+    *("policy", "output", "adapter", "model", "checkpoint", "samples", "ablate"),
 }
 """Options of the commands themselves."""
 
@@ -26,7 +26,8 @@ def documents(root: Path) -> list[Path]:
 def drmas_commands(text: str) -> list[str]:
     """The command lines that call drmas, continuation lines joined."""
     joined = re.sub(r"\s*\\\n\s*", " ", text)
-    return [line for line in joined.splitlines() if re.search(r"\bdrmas(\.cli)? (train|inspect|config|export|import)\b", line)]
+    commands = r"\bdrmas(\.cli)? (train|eval|inspect|config|export|import)\b"
+    return [line for line in joined.splitlines() if re.search(commands, line)]
 
 
 def flags(line: str) -> list[str]:
@@ -49,7 +50,7 @@ def check(key: str) -> None:
     node = find(path)
     assert node is not None, f"--{key} is not a key of the configuration"
     if path[0] == "team" and len(path) > 1:
-        teams = [load_team({"name": name}) for name in ("solver-verifier", "single")]
+        teams = [load_team({"name": name}) for name in ("solver-verifier", "single", "search-router", "debate")]
         owners = [team for team in teams if path[1] == "name" or path[1] in type(team).model_fields]
         assert owners, f"--{key}: no team has {path[1]}"
         if len(path) > 2:

@@ -9,7 +9,8 @@ HEAVY = ("torch", "transformers", "vllm", "megatron", "numpy", "triton", "tensor
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["train", "--help"], ["inspect", "--help"], ["config", "--help"], ["doctor", "--help"]]
+    "words",
+    [["--help"], ["train", "--help"], ["eval", "--help"], ["inspect", "--help"], ["config", "--help"], ["doctor", "--help"]],
 )
 def test_help_imports_nothing_heavy(words):
     program = (

@@ -34,6 +34,21 @@ def test_inflation_by_hand(make_row):
     assert factors["b"] == pytest.approx(0.25 * 6)
 
 
+def test_an_episode_of_agents_with_own_rewards_counts_with_the_mean_of_its_rows(make_row):
+    """A game of zero sum: every episode's mean is 0 and nothing is pooled. With a third row that breaks it, by hand."""
+    game = [
+        make_row("t", "0", "a", 1.0),
+        make_row("t", "0", "b", -1.0, turn=1),
+        make_row("t", "1", "a", -1.0),
+        make_row("t", "1", "b", 1.0, turn=1),
+    ]
+    assert inflation_factors(game) == {"a": None, "b": None}
+    rows = [*game, make_row("t", "1", "a", -1.0, turn=2)]
+    # episodes: 0 and -1/3, mean -1/6, variance 1/36. a: 1, -1, -1, mean -1/3, variance 8/9. b: -1, 1, mean 0, variance 1
+    assert inflation_factors(rows) == pytest.approx({"a": (8 / 9 + 1 / 36) * 36, "b": (1 + 1 / 36) * 36})
+    assert inflation_factors(rows[::-1]) == pytest.approx(inflation_factors(rows))
+
+
 def test_inflation_needs_spread_and_included_rows(make_row):
     rows = [make_row("t", "0", "a", 0.1), make_row("t", "1", "a", 0.1), make_row("u", "0", "b", None, status="engine")]
     assert inflation_factors(rows) == {"a": None, "b": None}
@@ -75,6 +90,17 @@ def test_a_pooled_baseline_leaves_a_push_on_the_agent_that_fails_more(make_row):
 def test_shares_of_rows_without_spread(make_row):
     rows = [make_row("t", str(i), "a", 1.0) for i in range(3)] + [make_row("u", str(i), "a", float(i)) for i in range(2)]
     assert agent_summary(rows, advantages(rows, PRESETS["dr-mas"]))["a"]["constant_share"] == 3 / 5
+
+
+def test_a_row_that_is_in_a_singleton_and_in_a_constant_segment_is_uncompared_once(make_row):
+    """Mean over the agent, std over the task: b is alone in t, where all rewards are equal; a is alone in u."""
+    rows = [make_row("t", "0", "a", 1.0), make_row("t", "1", "a", 1.0), make_row("t", "1", "b", 1.0)]
+    rows += [make_row("u", "0", "a", 1.0), make_row("u", "1", "c", 0.0), make_row("u", "2", "c", 1.0)]
+    summary = agent_summary(rows, advantages(rows, PRESETS["mean=agent,std=task"]))
+    shares = {
+        agent: [each[f"{name}_share"] for name in ("constant", "singleton", "uncompared")] for agent, each in summary.items()
+    }
+    assert shares == {"a": [2 / 3, 1 / 3, 1.0], "b": [1.0, 1.0, 1.0], "c": [0.0, 0.0, 0.0]}
 
 
 def test_an_agent_whose_rows_all_failed_has_no_means(make_row):

@@ -12,7 +12,7 @@ def test_one_reply_per_line_until_the_input_ends() -> None:
         {"text": 7, "truth": "5", "timeout_seconds": 10},
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "drmas.envs.grading_worker", str(4 * 2**30)],
+        [sys.executable, "-m", "drmas.envs.grading_worker", str(4 * 2**30), "math"],
         input="".join(json.dumps(question) + "\n" for question in questions),
         capture_output=True,
         text=True,

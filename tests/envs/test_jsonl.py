@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drmas.envs.jsonl import read_jsonl
+from drmas.envs.jsonl import read_jsonl, task_line
 from drmas.errors import DataError
 from drmas.types import Task
 
@@ -32,6 +32,46 @@ def test_rows_become_tasks(write) -> None:
     ]
 
 
+def test_all_accepted_answers_are_kept_with_the_first_as_the_truth(write) -> None:
+    tasks = read_jsonl(
+        write(
+            {"prompt": "x", "answer": ["Bach", "J. S. Bach", "Bach", 1685]},
+            {"prompt": "x", "answer": {"target": ["Bach"]}},
+            {"prompt": "x", "answer": "Bach", "answers": ["J. S. Bach", "Bach"]},
+        )
+    )
+    assert [task.truth for task in tasks] == ["Bach"] * 3
+    assert [task.extra for task in tasks] == [
+        {"answers": ["Bach", "J. S. Bach", "1685"]},
+        {},
+        {"answers": ["Bach", "J. S. Bach"]},
+    ]
+
+
+def test_a_task_is_written_as_the_line_that_gives_it_back(tmp_path: Path) -> None:
+    tasks = [
+        Task("a", "Was ist {x}? \u2028 😀\x00\n", "3"),
+        Task("b/1", "e\u0301", "é", "mine", {"answers": ["é", "e"], "hops": 2, "support": ["x"]}),
+    ]
+    file = tmp_path / "written.jsonl"
+    file.write_text("".join(map(task_line, tasks)), encoding="utf-8")
+    assert read_jsonl(file) == tasks
+
+
+def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
+    for name in ("one", "two", "with space"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name, "answer": "1"}))
+    both = read_jsonl(f"{tmp_path}/one.jsonl {tmp_path}/two.jsonl")
+    assert [(task.id, task.question) for task in both] == [("one/1", "one"), ("two/1", "two")]
+    assert read_jsonl(f"{tmp_path}/with space.jsonl")[0].question == "with space"
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "one.jsonl").write_text(json.dumps({"prompt": "x", "answer": "1"}))
+    with pytest.raises(DataError, match=r"one.jsonl:1: the id 'one/1' is taken by .*one.jsonl:1"):
+        read_jsonl(f"{tmp_path}/one.jsonl {tmp_path}/sub/one.jsonl")
+    with pytest.raises(DataError, match=r"data.path is empty"):
+        read_jsonl("  ")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -46,7 +86,17 @@ def test_rows_become_tasks(write) -> None:
         ({"prompt": "x", "answer": True}, "`answer` is a bool; expected text"),
         ({"prompt": "x", "answer": "2", "id": "a@1"}, "the id 'a@1' ends in @ and a number"),
         ('{"prompt": "\\ud800", "answer": "2"}', "half of a surrogate pair"),
-        ({"prompt": "y", "answer": "2", "id": "good"}, "the id 'good' is taken by line 1"),
+        ({"prompt": "y", "answer": "2", "id": "good"}, r"the id 'good' is taken by .*train\.jsonl:1; expected one task per id"),
+        ({"prompt": "x", "answer": float("nan")}, "`answer` is nan; expected text or a finite number"),
+        ({"prompt": "x", "answer": []}, "`answer` is an empty list"),
+        ({"prompt": "x", "answer": ["2", None]}, r"`answer\[1\]` is null; expected text"),
+        ({"prompt": "x", "answer": [["2"]]}, r"`answer\[0\]` is a list; expected text"),
+        ({"prompt": "x", "answer": {"value": "2"}}, "`answer` has the keys value; expected text, a list or `target`"),
+        ({"prompt": "x", "answer": "2", "answers": "\ud800"}, "`answers` has half of a surrogate pair"),
+        ({"prompt": "x", "answer": "2", "id": ["a"]}, "`id` is a list; expected text"),
+        ({"prompt": "x", "answer": "2", "source": {}}, "`source` is a dict; expected text"),
+        ("[" * 100_000, "can't be read: "),
+        ('{"prompt": "x", "answer": ' + "9" * 5000 + "}", "can't be read: "),
     ],
 )
 def test_a_bad_line_is_named_with_its_file(write, line, message: str) -> None:

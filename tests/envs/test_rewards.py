@@ -2,43 +2,116 @@ from __future__ import annotations
 
 import pytest
 
-from drmas.config.tasks import RewardConfig
-from drmas.envs.rewards import make_reward
-from drmas.errors import GraderTimeout
+from drmas.config.tasks import ReasoningGymData, RewardConfig
+from drmas.envs.generated import GymTasks
+from drmas.envs.rewards import check_reward, make_reward
+from drmas.errors import ConfigError, GraderError, GraderTimeout
 from drmas.types import Task
 
 TASK = Task("t", "1/2 as a decimal?", "0.5")
+BACH = Task("b", "Who wrote it?", "Johann Sebastian Bach", "nq", {"answers": ["Johann Sebastian Bach", "J.S. Bach"]})
+ENDLESS = r"\boxed{10^{10^{10}}}"
 
 
-@pytest.fixture(params=["exact", "math"])
-def reward(request: pytest.FixtureRequest):
-    made = make_reward(RewardConfig(type=request.param, timeout_seconds=30))
-    yield made
-    made.close()
+@pytest.fixture
+def make():
+    made = []
+
+    def of(**settings):
+        made.append(make_reward(RewardConfig(**{"timeout_seconds": 30, **settings})))
+        return made[-1]
+
+    yield of
+    for reward in made:
+        reward.close()
+        reward.close()
 
 
-async def test_no_answer_is_a_legitimate_zero(reward) -> None:
+@pytest.mark.parametrize("kind", ["exact", "math", "em", "f1"])
+async def test_right_wrong_and_no_answer_which_is_a_legitimate_zero(make, kind: str) -> None:
+    reward = make(type=kind)
+    assert await reward(TASK, " 0.5 ") == 1.0
+    assert await reward(TASK, "0.6") == 0.0
     assert await reward(TASK, None) == 0.0
 
 
-async def test_right_and_wrong(reward) -> None:
-    assert await reward(TASK, " 0.5 ") == 1.0
-    assert await reward(TASK, "0.6") == 0.0
+async def test_math_knows_equal_values_and_exact_does_not(make) -> None:
+    assert await make(type="math")(TASK, r"\boxed{\frac12}") == 1.0
+    assert await make(type="exact")(TASK, r"\boxed{\frac12}") == 0.0
 
 
-async def test_math_knows_equal_values_and_exact_does_not() -> None:
-    math, exact = make_reward(RewardConfig(timeout_seconds=30)), make_reward(RewardConfig(type="exact"))
-    try:
-        assert await math(TASK, r"\boxed{\frac12}") == 1.0
-        assert await exact(TASK, r"\boxed{\frac12}") == 0.0
-    finally:
-        math.close()
+async def test_I3_an_answer_that_cannot_be_graded_raises(make) -> None:
+    with pytest.raises(GraderTimeout):
+        await make(type="math", timeout_seconds=0.5)(TASK, ENDLESS)
 
 
-async def test_I3_an_answer_that_cannot_be_graded_raises() -> None:
-    reward = make_reward(RewardConfig(timeout_seconds=0.5))
-    try:
-        with pytest.raises(GraderTimeout):
-            await reward(TASK, r"\boxed{10^{10^{10}}}")
-    finally:
-        reward.close()
+async def test_the_best_of_the_accepted_answers_counts(make) -> None:
+    exact, em, f1 = make(type="exact"), make(type="em"), make(type="f1")
+    assert [await exact(BACH, text) for text in ("J.S. Bach", "Johann Sebastian Bach", "Bach")] == [1.0, 1.0, 0.0]
+    assert await em(BACH, "<answer>The johann sebastian BACH!</answer>") == 1.0
+    assert await em(BACH, "Bach") == 0.0
+    assert await f1(BACH, "Bach") == pytest.approx(2 / 3)  # of "js bach", not the 1/2 of the longer name
+    pair = Task("m", "?", "12", extra={"answers": ["3/4", "12"]})
+    assert await make(type="math")(pair, r"\boxed{0.75}") == 1.0
+    assert await make(type="math")(pair, r"\boxed{13}") == 0.0
+
+
+async def test_I3_one_truth_that_cannot_be_compared_with_does_not_hide_another(make, monkeypatch) -> None:
+    async def grader(answer: str, truth: str) -> float:
+        if truth == "tower":
+            raise GraderTimeout("no verdict")
+        return float(answer == truth)
+
+    reward = make(type="math")
+    monkeypatch.setattr(reward, "_grader", grader)
+    task = Task("m", "?", "tower", extra={"answers": ["7"]})
+    assert await reward(task, "7") == 1.0
+    with pytest.raises(GraderTimeout):
+        await reward(task, "8")  # it may have equalled the tower
+    monkeypatch.undo()
+
+
+async def test_each_source_has_its_own_reward_and_others_the_default(make) -> None:
+    reward = make(type="exact", by_source={"nq": "em", "maths": "math"})
+    half = Task("h", "?", "0.5", "maths")
+    assert await reward(BACH, "johann sebastian bach") == 1.0
+    assert await reward(half, "1/2") == 1.0
+    assert await reward(Task("h", "?", "0.5", "other"), "1/2") == 0.0
+    assert await reward(TASK, "0.5") == 1.0
+
+
+@pytest.mark.parametrize("kind", ["exact", "math", "em", "f1"])
+async def test_I3_a_task_without_a_truth_is_not_graded(make, kind: str) -> None:
+    with pytest.raises(GraderError, match="the task t has no truth to compare with"):
+        await make(type=kind)(Task("t", "?", ""), "5")
+
+
+async def test_gym_asks_the_generator_in_a_worker(make) -> None:
+    reward = make(type="gym")
+    task = GymTasks(ReasoningGymData(name="countdown", size=3, seed=2))[1]
+    numbers, target = task.extra["metadata"]["numbers"], task.extra["metadata"]["target"]
+    assert await reward(task, task.truth) == 1.0
+    assert 0 <= await reward(task, str(numbers[0])) < 0.1
+    assert await reward(task, str(target)) < 0.1  # right, and not made of the numbers
+    assert await reward(task, None) == 0.0
+    with pytest.raises(GraderError, match="the task t wasn't made by a reasoning-gym generator"):
+        await reward(TASK, "0.5")
+
+
+async def test_I3_a_worker_that_cannot_find_its_task_again_is_trouble(make) -> None:
+    task = GymTasks(ReasoningGymData(size=3))[1]
+    other = Task(task.id, "another question", task.truth, task.source, task.extra)
+    with pytest.raises(GraderError, match="is another one when it is generated anew"):
+        await make(type="gym")(other, "5")
+
+
+def test_a_reward_that_does_not_fit_the_tasks_is_found_at_start() -> None:
+    ruled = GymTasks(ReasoningGymData(name="rubiks_cube", size=1))[0]
+    with pytest.raises(ConfigError, match=r"reward.type is math, and the task rubiks_cube/0 has no one right answer"):
+        check_reward(RewardConfig(), [TASK, ruled])
+    with pytest.raises(ConfigError, match=r"reward.type is gym, and the task t isn't made by a reasoning-gym generator"):
+        check_reward(RewardConfig(type="gym"), [ruled, TASK])
+    with pytest.raises(ConfigError, match=r"reward.by_source.nq is gym, and the task b"):
+        check_reward(RewardConfig(by_source={"nq": "gym"}), [TASK, BACH])
+    check_reward(RewardConfig(by_source={"rubiks_cube": "gym"}), [TASK, ruled, BACH])
+    check_reward(RewardConfig(type="gym", by_source={"nq": "em", "": "math"}), [TASK, ruled, BACH])

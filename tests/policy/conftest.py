@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -209,7 +209,8 @@ def run_updates(trainer: PolicyTrainer, count: int, *, first: int = 0) -> list[d
     reports = []
     for i in range(first, first + count):
         result = trainer.update(make_batch(make_rows(seed=10 + i, versions=trainer.version)))
-        reports.append({"metrics": result.metrics, "agents": result.agents})
+        gaps = {agent: asdict(gap) for agent, gap in result.gaps.items()}
+        reports.append({"metrics": result.metrics, "agents": result.agents, "gaps": gaps})
     return reports
 
 

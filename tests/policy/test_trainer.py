@@ -193,6 +193,11 @@ def assert_same_update(one, other):
     assert other["agents"].keys() == one["agents"].keys()
     for agent, values in one["agents"].items():
         assert other["agents"][agent] == pytest.approx(values, rel=1e-4, abs=1e-6)
+    assert one["gaps"].keys() == other["gaps"].keys() == one["agents"].keys()  # all rows are fresh
+    for agent, gap in one["gaps"].items():
+        found = dict(other["gaps"][agent])
+        assert found.pop("worst") == pytest.approx(gap["worst"], rel=1e-4)
+        assert found == pytest.approx({name: value for name, value in gap.items() if name != "worst"}, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -39,6 +39,16 @@ async def exact(task: Task, answer: str | None) -> float:
     return float(answer == task.truth)
 
 
+MADE: list[Collector] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_collectors():
+    yield
+    while MADE:
+        MADE.pop().close()
+
+
 class OneAgent(TeamConfig):
     """Asks one agent for the question and does what a test wants with the turn."""
 
@@ -54,6 +64,7 @@ def make(tokenizer, team=None, answer=arithmetic, reward=exact, *, engine=None, 
     engine = engine or ScriptedEngine(tokenizer, answer, deterministic=config.get("deterministic", True))
     rollout = RolloutConfig(**{"group_size": 4, "episode_timeout_seconds": 60, **config})
     made = Collector(team or load_team(TOY), {"main": engine}, {"main": tokenizer}, reward, rollout, seed=3)
+    MADE.append(made)
     return made, engine
 
 
@@ -151,7 +162,7 @@ def test_I3_one_raising_episode_of_32_costs_no_other(plain_tokenizer, caplog: py
 @pytest.mark.parametrize(
     ("after", "message"),
     [
-        (lambda task, agents, turn: 12, "`run` returned int; expected str or None"),
+        (lambda task, agents, turn: 12, "`run` returned int; expected str, None or Outcome"),
         (lambda task, agents, turn: turn, "`run` returned Turn"),
         (lambda task, agents, turn: agents.sover, "the team calls the agent 'sover'; the nearest is 'solver'"),
         (lambda task, agents, turn: agents["verifier"], "the team calls the agent 'verifier'"),
@@ -240,6 +251,7 @@ def test_I3_a_dead_engine_fails_what_needs_it_at_once_and_a_restart_mends_it(pla
         failed = [divmod(i, 4) for i, episode in enumerate(episodes) if episode.status == "engine"]
         # only that one request kills it; without it the restarted engine serves the rest
         engine.start()
+        collector.revive("main")
         assert kinds(collector.collect(TASKS, step=1, only=[cell for cell in failed if cell != (4, 0)])) == ["ok"] * (
             len(failed) - 1
         )
@@ -264,9 +276,9 @@ def test_a_prompt_that_is_too_long_names_the_key_to_change(plain_tokenizer) -> N
     team = OneAgent(solver=AgentConfig(prompt="{question}", max_tokens=24))
     tasks = [Task("long", "x" * 1001, "1"), Task("fits", "x" * 1000, "1")]
     long, fits = one_collect(plain_tokenizer, team, tasks=tasks, answer=["1"], group_size=1)
-    assert long.status == "engine"
-    assert long.failure.message == (
-        "long#0/000/solver: the prompt has 1001 tokens and max_tokens is 24; together at most 1024 "
+    assert long.status == "overlong"
+    assert long.failure.message.startswith(
+        "the prompt of agent solver has 1001 tokens and max_tokens is 24; together at most 1024 "
         "(policies.main.engine.max_model_tokens)"
     )
     assert (fits.status, fits.reward) == ("ok", 1.0)

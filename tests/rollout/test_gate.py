@@ -6,14 +6,34 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable
+from contextlib import contextmanager
 
 import pytest
 
-from drmas.errors import EngineDied, EngineError
+from drmas.errors import EngineDied, EngineError, EngineTimeout, TurnTimeout
 from drmas.rollout.engine import Completion, Sampling
 from drmas.rollout.gate import Gate
 
 SAMPLING = Sampling(max_tokens=8)
+
+
+class NoClock:
+    """An episode without a deadline; counts how often requests were put again."""
+
+    def __init__(self) -> None:
+        self.again = 0
+        self.holds = 0
+
+    @contextmanager
+    def held(self):
+        self.holds += 1
+        yield
+
+    def retried(self) -> None:
+        self.again += 1
+
+
+NO_CLOCK = NoClock()
 
 
 class JitteryEngine:
@@ -56,9 +76,9 @@ def hash_of(text: str) -> int:
     return random.Random(text).getrandbits(30)
 
 
-async def gated(engines: dict, episodes: dict[str, Callable]) -> list:
+async def gated(engines: dict, episodes: dict[str, Callable], **options) -> list:
     """Run each episode `(gate) -> coroutine` as a live one; returns their results or exceptions."""
-    gate = Gate(engines, deterministic=True)
+    gate = Gate(engines, deterministic=True, **options)
 
     async def live(name: str, play: Callable):
         gate.enter(name)
@@ -81,7 +101,7 @@ def chain(name: str, clock: random.Random, calls: int, policies: list[str]) -> C
             if clock.random() < 0.5:
                 await asyncio.sleep(clock.random() * 0.002)
             key = f"{name}/{turn:03d}"
-            await gate.generate(policies[turn % len(policies)], name, [1], SAMPLING, seed=0, key=key)
+            await gate.generate(policies[turn % len(policies)], name, [1], SAMPLING, seed=0, clock=NO_CLOCK, key=key)
 
     return play
 
@@ -92,7 +112,7 @@ def fan_out(name: str) -> Callable:
     async def play(gate: Gate) -> None:
         async def branch(side: str) -> None:
             for turn in range(2):
-                await gate.generate("a", name, [1], SAMPLING, seed=0, key=f"{name}/{side}{turn}")
+                await gate.generate("a", name, [1], SAMPLING, seed=0, clock=NO_CLOCK, key=f"{name}/{side}{turn}")
 
         await asyncio.gather(branch("left"), branch("right"))
 
@@ -129,7 +149,7 @@ def test_I9_episodes_resume_in_key_order_however_the_results_arrive() -> None:
 
         def episode(name: str, log: list[str]) -> Callable:
             async def play(gate: Gate) -> None:
-                await gate.generate("a", name, [1], SAMPLING, seed=0, key=name)
+                await gate.generate("a", name, [1], SAMPLING, seed=0, clock=NO_CLOCK, key=name)
                 log.append(name)
 
             return play
@@ -144,13 +164,13 @@ def test_an_episode_that_thinks_holds_the_engines_for_a_while() -> None:
     log: list[str] = []
 
     async def quick(gate: Gate) -> None:
-        await gate.generate("a", "quick", [1], SAMPLING, seed=0, key="quick/000")
+        await gate.generate("a", "quick", [1], SAMPLING, seed=0, clock=NO_CLOCK, key="quick/000")
         log.append("quick done")
 
     async def slow(gate: Gate) -> None:
         await asyncio.sleep(0.05)
         log.append("slow asks")
-        await gate.generate("a", "slow", [1], SAMPLING, seed=0, key="slow/000")
+        await gate.generate("a", "slow", [1], SAMPLING, seed=0, clock=NO_CLOCK, key="slow/000")
 
     asyncio.run(gated({"a": engine}, {"quick": quick, "slow": slow}))
     assert log == ["slow asks", "quick done"]
@@ -162,13 +182,13 @@ def test_a_cancelled_call_leaves_the_engine_and_the_gate() -> None:
 
     async def impatient(gate: Gate) -> str:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(gate.generate("a", "x", [1], SAMPLING, seed=0, key="x/000"), 0.02)
+            await asyncio.wait_for(gate.generate("a", "x", [1], SAMPLING, seed=0, clock=NO_CLOCK, key="x/000"), 0.02)
         return "gave up"
 
     async def slow(gate: Gate) -> str:
         await asyncio.sleep(0.06)
         assert "x/000" not in engine.waiting
-        await gate.generate("a", "y", [1], SAMPLING, seed=0, key="y/000")
+        await gate.generate("a", "y", [1], SAMPLING, seed=0, clock=NO_CLOCK, key="y/000")
         return "served"
 
     assert asyncio.run(gated({"a": engine}, {"x": impatient, "y": slow})) == ["gave up", "served"]
@@ -187,17 +207,107 @@ class BrokenEngine(JitteryEngine):
 
 
 @pytest.mark.parametrize("outcome", [EngineDied("killed by signal 9"), []], ids=["dies", "makes no progress"])
-def test_I3_a_dead_engine_fails_its_callers_at_once_and_no_others(outcome) -> None:
+def test_I3_an_engine_that_is_given_up_fails_its_callers_at_once_and_no_others(outcome) -> None:
     engines = {"a": BrokenEngine(outcome), "b": JitteryEngine(random.Random(0))}
+    gates: list[Gate] = []
 
     async def twice(gate: Gate) -> int:
+        gates.append(gate)
         for turn in range(2):
-            with pytest.raises(EngineDied, match=r"the engine of policy a died in this rollout: (killed|the engine advanced)"):
-                await gate.generate("a", "x", [1], SAMPLING, seed=0, key=f"x/{turn}")
+            with pytest.raises(EngineDied, match=r"the engine of policy a died: (killed|the engine advanced)"):
+                await gate.generate("a", "x", [1], SAMPLING, seed=0, clock=NO_CLOCK, key=f"x/{turn}")
         return 2
 
-    results = asyncio.run(gated(engines, {"x": twice, "y": chain("y", random.Random(0), 3, ["b"])}))
+    def give_up() -> None:
+        assert gates[0].dead == {"a"}
+        gates[0].give_up("a")
+        assert gates[0].dead == set()
+
+    results = asyncio.run(gated(engines, {"x": twice, "y": chain("y", random.Random(0), 3, ["b"])}, on_death=give_up))
     assert results == [2, None]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_request_waits_for_its_engine_to_come_back_and_is_put_again(deterministic: bool) -> None:
+    """The gate must not step meanwhile: "b" waits for the revival of "a" where rollouts are deterministic."""
+
+    class Mortal(JitteryEngine):
+        deaths = 1
+
+        async def generate(self, prompt_ids, sampling, *, seed: int, key: str) -> Completion:
+            if self.deaths:
+                self.deaths -= 1
+                raise EngineDied("killed by signal 9")
+            if not deterministic:
+                return Completion([seed], [-1.0], [0], "stop")
+            return await super().generate(prompt_ids, sampling, seed=seed, key=key)
+
+    clock, died, mortal = NoClock(), asyncio.Event(), Mortal(random.Random(0))
+
+    async def run() -> tuple[Completion, list[bool]]:
+        gate = Gate({"a": mortal}, deterministic=deterministic, on_death=died.set)
+        stepping = asyncio.create_task(gate.run()) if deterministic else None
+        gate.enter("x")
+        request = asyncio.create_task(gate.generate("a", "x", [1], SAMPLING, seed=7, key="x/000", clock=clock))
+        await died.wait()
+        await asyncio.sleep(0.02)
+        states = [request.done(), gate.dead == {"a"}]
+        gate.revive("a")
+        completion = await request
+        if stepping:
+            stepping.cancel()
+        return completion, [*states, gate.dead == set()]
+
+    completion, states = asyncio.run(run())
+    assert completion.finish_reason == "stop"
+    assert states == [False, True, True]
+    assert (clock.again, clock.holds) == (1, 1)
+
+
+def test_a_stalled_request_is_put_once_more_and_then_fails() -> None:
+    class Stalling(JitteryEngine):
+        asked = 0
+
+        async def generate(self, prompt_ids, sampling, *, seed: int, key: str) -> Completion:
+            self.asked += 1
+            if self.asked % 3:
+                raise EngineTimeout("no response in time")
+            return Completion([seed], [-1.0], [0], "stop")
+
+    engine, clock = Stalling(random.Random(0)), NoClock()
+
+    async def run() -> None:
+        gate = Gate({"a": engine}, deterministic=False)
+        with pytest.raises(EngineTimeout):
+            await gate.generate("a", "x", [1], SAMPLING, seed=0, key="x/000", clock=clock)
+        engine.asked = 1
+        assert (await gate.generate("a", "x", [1], SAMPLING, seed=5, key="x/000", clock=clock)).token_ids == [5]
+
+    asyncio.run(run())
+    assert clock.again == 2
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_turn_that_takes_too_long_is_the_turns_trouble_and_leaves_the_engine(deterministic: bool) -> None:
+    class Silent(JitteryEngine):
+        async def advance(self) -> list[str]:
+            await asyncio.sleep(60)
+            return []
+
+    engine = Silent(random.Random(0))
+
+    async def run() -> None:
+        gate = Gate({"a": engine}, deterministic=deterministic, turn_timeout_seconds=0.05)
+        stepping = asyncio.create_task(gate.run()) if deterministic else None
+        gate.enter("x")
+        with pytest.raises(TurnTimeout, match=r"x/000: no response after rollout.turn_timeout_seconds = 0.05"):
+            await gate.generate("a", "x", [1], SAMPLING, seed=0, key="x/000", clock=NO_CLOCK)
+        if stepping:
+            stepping.cancel()
+        await asyncio.sleep(0)
+        assert engine.waiting == {}
+
+    asyncio.run(run())
 
 
 def test_I3_a_refused_request_fails_alone() -> None:
@@ -222,6 +332,6 @@ def test_free_running_passes_through() -> None:
 
     async def run() -> Completion:
         gate = Gate({"a": Instant(random.Random(0))}, deterministic=False)
-        return await gate.generate("a", "x", [1], SAMPLING, seed=7, key="x/000")
+        return await gate.generate("a", "x", [1], SAMPLING, seed=7, clock=NO_CLOCK, key="x/000")
 
     assert asyncio.run(run()).token_ids == [7]

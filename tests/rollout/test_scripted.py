@@ -151,3 +151,90 @@ async def test_a_mistake_in_the_rule_is_loud(plain_tokenizer) -> None:
         await engine.advance()
     with pytest.raises(ValueError, match="no sum"):
         await waiting
+
+
+async def test_answers_that_take_time_come_in_the_order_of_their_ends(plain_tokenizer) -> None:
+    seconds = {"slow": 0.08, "quick": 0.01, "none": 0.0}
+    engine = ScriptedEngine(plain_tokenizer, ["x"], deterministic=False, seconds=lambda prompt, key: seconds[key])
+    order = []
+
+    async def request(key: str) -> None:
+        await ask(engine, [5], key=key)
+        order.append(key)
+
+    await asyncio.gather(*map(request, ["slow", "quick", "none"]))
+    assert order == ["none", "quick", "slow"]
+
+
+async def test_at_most_so_many_are_served_at_a_time_first_come_first_served(plain_tokenizer) -> None:
+    engine = ScriptedEngine(plain_tokenizer, ["x"], deterministic=False, seconds=lambda prompt, key: 0.001, max_concurrent=3)
+    most = 0
+
+    async def request(key: str) -> None:
+        nonlocal most
+        await ask(engine, [5], key=key)
+        most = max(most, len(engine._running))
+
+    await asyncio.gather(*(request(f"{i:02d}") for i in range(10)))
+    assert engine.keys[0] == ["00", "01", "02"]
+    assert [key for keys in engine.keys for key in keys] == [f"{i:02d}" for i in range(10)]
+    assert max(map(len, engine.keys)) == 3
+    assert most <= 3
+    assert engine.stats()["generated_tokens"] == 20
+
+
+async def test_a_cancelled_request_gives_its_room_to_the_next(plain_tokenizer) -> None:
+    rule = lambda prompt, key: None if key == "stuck" else "x"  # noqa: E731
+    engine = ScriptedEngine(plain_tokenizer, rule, deterministic=False, seconds=lambda prompt, key: 0.0, max_concurrent=1)
+    stuck = asyncio.create_task(ask(engine, [5], key="stuck"))
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(ask(engine, [5], key="next"))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    stuck.cancel()
+    assert (await waiting).finish_reason == "stop"
+
+
+async def test_an_answer_whose_time_comes_in_a_pause_comes_after_it(plain_tokenizer) -> None:
+    engine = ScriptedEngine(plain_tokenizer, ["x"], deterministic=False, seconds=lambda prompt, key: 0.005)
+    waiting = asyncio.create_task(ask(engine, [5]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    engine.pause()
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    engine.resume()
+    assert (await waiting).finish_reason == "stop"
+
+
+async def test_a_death_ends_a_request_that_takes_time_and_its_timer_spares_the_next_one(plain_tokenizer) -> None:
+    seconds = iter([0.05, 1000.0])
+    engine = ScriptedEngine(plain_tokenizer, ["x"], deterministic=False, seconds=lambda prompt, key: next(seconds))
+    first = asyncio.create_task(ask(engine, [5]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    engine.die()
+    with pytest.raises(EngineDied):
+        await first
+    engine.start()
+    second = asyncio.create_task(ask(engine, [5]))
+    await asyncio.sleep(0.1)  # past the end of the first
+    assert not second.done()
+    second.cancel()
+
+
+async def test_ten_thousand_requests_wait_at_the_same_time(plain_tokenizer) -> None:
+    engine = ScriptedEngine(plain_tokenizer, ["x"], deterministic=False, seconds=lambda prompt, key: 0.2)
+    calls = [asyncio.create_task(ask(engine, [5], key=str(i))) for i in range(10_000)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(engine._running) == 10_000
+    answers = await asyncio.gather(*calls)
+    assert {answer.finish_reason for answer in answers} == {"stop"}
+    assert not engine._running
+
+
+@pytest.mark.parametrize("option", [{"seconds": lambda prompt, key: 1.0}, {"max_concurrent": 2}])
+def test_a_deterministic_engine_takes_no_time(plain_tokenizer, option) -> None:
+    with pytest.raises(ValueError, match="deterministic to False"):
+        ScriptedEngine(plain_tokenizer, ["x"], **option)

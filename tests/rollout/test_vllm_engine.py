@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from drmas.errors import EngineDied, EngineError, EngineStartError
 from drmas.rollout.engine import Sampling
@@ -83,6 +84,33 @@ async def test_I11_log_probs_are_of_the_distribution_that_was_sampled(engine, re
     assert (got - reference(prompt, completion.token_ids, 1.0)).abs().max() > 1e-2
 
 
+async def test_I11_greedy_and_nucleus_sampling_for_evaluations(engine, engine_model, generate_all):
+    """Temperature 0 takes the likeliest token, whatever the seed; top_p samples what is left of the distribution."""
+    model = AutoModelForCausalLM.from_pretrained(engine_model, dtype=torch.float32).eval()
+
+    def distributions(prompt: list[int], response: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.log_softmax(model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1], -1)
+
+    prompt = prompt_of(15, 6)
+    greedy, again, nucleus = await generate_all(
+        engine,
+        [
+            (prompt, Sampling(30, temperature=0), 1),
+            (prompt, Sampling(30, temperature=0), 2),
+            (prompt, Sampling(60, top_p=0.3), 3),
+        ],
+    )
+    assert greedy.token_ids == again.token_ids == distributions(prompt, greedy.token_ids).argmax(-1).tolist()
+    whole = distributions(prompt, nucleus.token_ids)
+    ordered, order = whole.sort(descending=True)
+    dropped = torch.zeros_like(whole, dtype=torch.bool)
+    dropped.scatter_(1, order, ordered.exp().cumsum(-1) - ordered.exp() >= 0.3)
+    left = whole.masked_fill(dropped, -torch.inf).log_softmax(-1)[range(len(nucleus.token_ids)), nucleus.token_ids]
+    torch.testing.assert_close(torch.tensor(nucleus.logprobs), left, atol=TOLERANCE, rtol=0)
+    assert dropped.float().mean() > 0.5
+
+
 @pytest.mark.parametrize(
     ("prompt", "sampling", "message"),
     [
@@ -92,6 +120,7 @@ async def test_I11_log_probs_are_of_the_distribution_that_was_sampled(engine, re
         ([5, -1], Sampling(4), "token -1"),
         ([5], Sampling(0), "max_tokens is 0"),
         ([5], Sampling(4, temperature=-1.0), "temperature"),
+        ([5], Sampling(4, top_p=0.0), "top_p"),
     ],
 )
 async def test_a_bad_request_is_refused_and_the_engine_goes_on(engine, generate_all, prompt, sampling, message):

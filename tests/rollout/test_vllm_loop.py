@@ -77,7 +77,7 @@ class FakeChannel:
 
 
 def request(number: int, key: str, length: int, max_tokens: int = 4) -> dict:
-    sampling = {"max_tokens": max_tokens, "temperature": 1.0, "stop": [], "seed": 1}
+    sampling = {"max_tokens": max_tokens, "temperature": 1.0, "top_p": 1.0, "stop": [], "seed": 1}
     return {"do": "generate", "id": number, "key": key, "prompt": [number] * length, **sampling}
 
 

@@ -1,9 +1,10 @@
 """`drmas train` with scripted engines in the place of vLLM's: teachers that are wrong at times. For tests on several ranks.
 
-FAIL or KILL in the environment, as RANK:UPDATE, has that rank raise a DataError, or die, in an update of its own. For paths
-with FULL in them the disk is full.
+FAIL or KILL in the environment, as RANK:UPDATE, has that rank raise a DataError, or die, in an update of its own. DIE, as
+numbers separated by commas, kills the engine at those requests. For paths with FULL in them the disk is full.
 """
 
+import itertools
 import os
 import shutil
 import signal
@@ -14,13 +15,18 @@ from transformers import AutoTokenizer
 import drmas.runtime.run
 from drmas.cli.main import main
 from drmas.envs.sums import demonstrate
-from drmas.errors import DataError
+from drmas.errors import DataError, EngineDied
 from drmas.policy.trainer import PolicyTrainer
 from drmas.rollout.scripted import ScriptedEngine
+
+requests = itertools.count(1)
+deaths = {int(number) for number in os.environ.get("DIE", "").split(",") if number}
 
 
 def scripted_engine(name, config, *, model_path, seed, deterministic, **unused) -> ScriptedEngine:
     def answer(prompt: str, key: str) -> str:
+        if next(requests) in deaths:
+            raise EngineDied("killed by the test")
         return demonstrate(prompt, key, seed=seed, error_rate=0.4)
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)

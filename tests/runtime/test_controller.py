@@ -21,6 +21,7 @@ from drmas.rollout.collector import Collector
 from drmas.rollout.scripted import ScriptedEngine
 from drmas.runtime.controller import Controller
 from drmas.runtime.driver import Driver
+from drmas.telemetry.alarms import Alarms
 from drmas.telemetry.console import Console
 from drmas.telemetry.sinks import MetricsLog, read_metrics
 from drmas.telemetry.trace import Profile
@@ -98,14 +99,16 @@ class Loop:
         console, tokenizers = Console(tty=False, stream=self.said), dict.fromkeys(policies, tokenizer)
         self.reward, self.metrics = make_reward(config.reward), MetricsLog(folder, tensorboard=False)
         loaded = load_team(team)
+        self.collector = Collector(loaded, self.engines, tokenizers, self.reward, config.rollout, seed=0)
         driver = Driver(
             self.config,
             source=TaskSource(config.data, seed=0),
-            collector=Collector(loaded, self.engines, tokenizers, self.reward, config.rollout, seed=0),
+            collector=self.collector,
             engines=self.engines,
             tokenizers=tokenizers,
             run_dir=folder,
             metrics=self.metrics,
+            alarms=Alarms(config.telemetry.alarms),
             console=console,
         )
         nothing = relayed(None, None, device=None)
@@ -123,6 +126,7 @@ class Loop:
         )
 
     def close(self) -> None:
+        self.collector.close()
         self.reward.close()
         self.metrics.close()
 

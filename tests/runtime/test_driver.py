@@ -13,9 +13,13 @@ from drmas.rollout.collector import Collector
 from drmas.rollout.scripted import ScriptedEngine
 from drmas.runtime.driver import Driver
 from drmas.runtime.record import PolicyReport, StepRecord
+from drmas.telemetry.alarms import Alarms
 from drmas.telemetry.console import Console
 from drmas.telemetry.episodes import read_episodes
 from drmas.telemetry.sinks import MetricsLog, read_metrics
+
+AT_0 = {"main": 0}
+"""The policies' versions before any update."""
 
 
 class Teacher:
@@ -43,15 +47,17 @@ def make(config, tmp_path, plain_tokenizer, capsys):
     def build(teacher: Teacher) -> Driver:
         engines, tokenizers = {"main": ScriptedEngine(plain_tokenizer, teacher)}, {"main": plain_tokenizer}
         reward, metrics = make_reward(config.reward), MetricsLog(tmp_path, tensorboard=False)
-        opened.extend([reward, metrics])
+        collector = Collector(load_team(config.team), engines, tokenizers, reward, config.rollout, seed=0)
+        opened.extend([collector, reward, metrics])
         return Driver(
             config,
             source=TaskSource(config.data, seed=0),
-            collector=Collector(load_team(config.team), engines, tokenizers, reward, config.rollout, seed=0),
+            collector=collector,
             engines=engines,
             tokenizers=tokenizers,
             run_dir=tmp_path,
             metrics=metrics,
+            alarms=Alarms(config.telemetry.alarms),
             console=Console(),
         )
 
@@ -62,7 +68,7 @@ def make(config, tmp_path, plain_tokenizer, capsys):
 
 def test_a_step_without_trouble(make, tmp_path) -> None:
     driver = make(Teacher())
-    message = driver.collect(1)
+    message = driver.collect(1, AT_0)
     assert (message["fatal"], message["restarted"]) == (None, [])
     assert [row["reward"] for row in message["rows"]] == [1.0] * 8  # four episodes, each solver then verifier
     values = advantages([SimpleNamespace(**row) for row in message["rows"]], resolve("dr-mas"))
@@ -80,37 +86,43 @@ def test_a_step_without_trouble(make, tmp_path) -> None:
 def test_a_dead_engine_is_started_anew_and_what_it_took_along_runs_again_with_the_same_seeds(make) -> None:
     teacher = Teacher(dies_at={6})
     driver, undisturbed = make(teacher), make(Teacher())
-    assert driver.collect(1) == {"fatal": None, "restarted": ["main"], "rows": []}
-    message = driver.collect(1)
-    assert message == undisturbed.collect(1)
+    assert driver.collect(1, AT_0) == {"fatal": None, "restarted": ["main"], "rows": []}
+    assert driver.after_push("main", None) == {"fatal": None, "again": False}  # its weights are there
+    message = driver.collect(1, AT_0)
+    assert message == undisturbed.collect(1, AT_0)
     assert driver.restarts == {"main": 1}
-    assert driver.pending.retried > 0
+    assert [episode.retried for episode in driver.episodes] == [1] * 4
+    # turns that were finished before the death stand: only requests that it took along were put again
+    assert {key.rpartition("/")[2] for key in teacher.asked if teacher.asked.count(key) > 1} == {"verifier"}
 
 
 def test_an_engine_that_keeps_dying_ends_the_run(make, config) -> None:
     limit = config.policies["main"].engine.max_restarts
     driver = make(Teacher(dies_at=range(100)))
     for _ in range(limit):
-        assert driver.collect(1)["restarted"] == ["main"]
-    fatal = driver.collect(1)["fatal"]
+        assert driver.collect(1, AT_0)["restarted"] == ["main"]
+        driver.after_push("main", None)
+    fatal = driver.collect(1, AT_0)["fatal"]
     assert fatal == f"the engine of policy 'main' died {limit + 1} times; policies.main.engine.max_restarts is {limit}"
-    assert driver.state()["source"] == TaskSource(config.data, seed=0).state()  # the lost step's tasks come again on resume
+    tasks = [task.id for task in TaskSource(config.data, seed=0).take(2)]  # the lost step's tasks come again on resume
+    assert [(group["task"]["id"], group["episodes"]) for group in driver.state()["groups"]] == [(id, None) for id in tasks]
 
 
 def test_I3_refused_requests_fail_their_episodes_and_are_not_run_again(make) -> None:
     driver = make(Teacher(refuses_at={2}))
-    message = driver.collect(1)
+    message = driver.collect(1, AT_0)
     assert message["fatal"] is None
     assert [row["status"] for row in message["rows"]].count("ok") == 6
-    assert driver.pending.retried == 0
-    failed = [episode for episode in driver.pending.episodes.values() if episode.failure]
+    failed = [episode for episode in driver.episodes if episode.failure]
+    assert [episode.retried for episode in driver.episodes] == [0] * 4
     assert [(episode.failure.kind, episode.reward) for episode in failed] == [("engine", None)]
 
 
 def test_a_step_of_failures_only_ends_the_run_and_leaves_its_episodes(make, tmp_path) -> None:
     driver = make(Teacher(refuses_at=range(100)))
-    fatal = driver.collect(1)["fatal"]
+    fatal = driver.collect(1, AT_0)["fatal"]
     assert fatal.startswith("all 4 episodes of step 1 failed; the first with engine:")
+    assert len(driver.state()["groups"]) == 2  # they come again on resume
     assert [episode["status"] for episode in read_episodes(tmp_path, 1)] == ["engine"] * 4
 
 
@@ -124,7 +136,7 @@ def test_after_a_push(make) -> None:
     assert driver.restarts == {"main": 1}
 
 
-def test_a_stalled_request_takes_its_episode_along_which_runs_once_more(make) -> None:
+def test_a_stalled_request_is_put_once_more(make) -> None:
     teacher = Teacher()
     answer, stalls = teacher.__call__, [1]
 
@@ -135,10 +147,10 @@ def test_a_stalled_request_takes_its_episode_along_which_runs_once_more(make) ->
         return answer(prompt, key)
 
     driver = make(stalling)
-    message = driver.collect(1)
+    message = driver.collect(1, AT_0)
     assert (message["fatal"], message["restarted"]) == (None, [])
     assert [row["status"] for row in message["rows"]] == ["ok"] * 8
-    assert driver.pending.retried == 1
+    assert sum(episode.retried for episode in driver.episodes) == 1
     hopeless = make(lambda prompt, key: (_ for _ in ()).throw(EngineTimeout("no response in time")))
-    assert hopeless.collect(1)["fatal"].startswith("all 4 episodes of step 1 failed; the first with engine:")
-    assert hopeless.pending.retried == 4
+    assert hopeless.collect(1, AT_0)["fatal"].startswith("all 4 episodes of step 1 failed; the first with engine:")
+    assert [episode.retried for episode in hopeless.episodes] == [1] * 4

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import linecache
 import math
 import shutil
 from types import SimpleNamespace
 
 import pytest
 
-from drmas.agents.team import TeamConfig
+from drmas.agents.agent import AgentConfig
+from drmas.agents.team import TeamConfig, load_team
 from drmas.errors import CheckpointError
 from drmas.policy.broadcast import Broadcast
 from drmas.runtime import resume
-from drmas.runtime.resume import Checkpoints
+from drmas.runtime.resume import Checkpoints, fingerprint
 
 
 class Team(TeamConfig):
     """Stands in for a team's settings."""
 
     rounds: int = 1
+    solver: AgentConfig = AgentConfig()
 
     async def run(self, task, agents):
         return None
@@ -234,3 +237,26 @@ def test_another_team_is_refused(checkpoints, tmp_path):
     save(checkpoints(), 1)
     with pytest.raises(CheckpointError, match="the team has changed since"):
         Checkpoints(tmp_path, Team(rounds=2), Broadcast(), keep=2).latest()
+
+
+@pytest.mark.parametrize("changed", ["parser.py", "tool.py", "inner.py"])
+def test_the_code_that_a_team_depends_on_is_part_of_it(tmp_path, changed):
+    (tmp_path / "parser.py").write_text("def read(text):\n    return text, True\n")
+    (tmp_path / "tool.py").write_text("def tool():\n    return 'a'\n")
+    inner = "from drmas.agents.agent import AgentConfig\nfrom drmas.agents.team import TeamConfig, register_team\n\n"
+    inner += f"@register_team('{tmp_path.name}')\nclass Inner(TeamConfig):\n    solver: AgentConfig = AgentConfig()\n"
+    (tmp_path / "inner.py").write_text(inner + "    async def run(self, task, agents):\n        return ''\n")
+    sub = type(load_team({"name": f"{tmp_path / 'inner.py'}:{tmp_path.name}"}))
+
+    class Outer(TeamConfig):
+        inner: sub = sub()
+        writer: AgentConfig = AgentConfig(parser=f"{tmp_path / 'parser.py'}:read")
+
+        async def run(self, task, agents):
+            return None
+
+    before = fingerprint(Outer(), [tmp_path / "tool.py"])
+    assert fingerprint(Outer(), [tmp_path / "tool.py"]) == before
+    (tmp_path / changed).write_text((tmp_path / changed).read_text() + "\n\nMORE = 1\n")
+    linecache.checkcache()
+    assert fingerprint(Outer(), [tmp_path / "tool.py"]) != before

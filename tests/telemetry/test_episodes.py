@@ -6,6 +6,7 @@ import pytest
 
 from drmas.errors import DataError
 from drmas.telemetry.episodes import read_episodes, steps_with_episodes, write_episodes
+from drmas.types import ToolUse
 
 
 def test_an_episode_reads_back_with_its_turns_ids_advantages_and_segments(tmp_path, episodes, tokenizers, advantages):
@@ -23,6 +24,8 @@ def test_an_episode_reads_back_with_its_turns_ids_advantages_and_segments(tmp_pa
         "status": "ok",
         "message": "",
         "seconds": 1.5,
+        "retried": 0,
+        "tools": [],
     }
     assert turns[1] == {
         "agent": "verifier",
@@ -37,9 +40,26 @@ def test_an_episode_reads_back_with_its_turns_ids_advantages_and_segments(tmp_pa
         "finish_reason": "stop",
         "valid": True,
         "penalty": 0.0,
+        "trained": True,
+        "seconds": 0.0,
         "advantage": 0.5,
         "segments": {"mean": ["sums/1", "verifier"], "std": ["sums/1", "verifier"]},
+        "reward": 1.0,
+        "status": "ok",
     }
+
+
+def test_a_turn_has_its_rows_own_reward_and_status_and_an_episode_its_tool_calls(tmp_path, episodes, tokenizers, advantages):
+    episodes[0].agent_rewards = {"solver": -1.0}
+    episodes[0].turns[1].stale = True
+    episodes[0].tool_uses = [ToolUse("search", '{"query": "a"}', "[1] b", agent="solver", turn=0, seconds=0.5)]
+    episodes[1].turns[0].prompt_text, episodes[1].turns[0].prompt_ids = "what a remote model was asked", []
+    write_episodes(tmp_path, 1, episodes, tokenizers, advantages)
+    first, second, failed = read_episodes(tmp_path, 1)
+    assert [(turn["reward"], turn["status"]) for turn in first["turns"]] == [(-1.0, "ok"), (1.0, "stale")]
+    assert [(use["tool"], use["turn"], use["result"], use["ok"]) for use in first["tools"]] == [("search", 0, "[1] b", True)]
+    assert second["turns"][0]["prompt"] == "what a remote model was asked"
+    assert [turn["status"] for turn in failed["turns"]] == ["engine"]
 
 
 def test_a_turn_without_a_row_shifts_no_advantage(tmp_path, episodes, tokenizers, advantages):

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from drmas.errors import DataError
+from drmas.telemetry.alarms import Alarm, append_alarms, keep_alarms_until
 from drmas.telemetry.environment import environment, write_environment
 from drmas.telemetry.episodes import path_of, write_episodes
 from drmas.telemetry.report import charts, write_report
@@ -94,6 +95,54 @@ def test_the_table_has_a_row_per_step_with_failures(make_run):
     assert [row[-1] for row in rows] == ["engine 1"] * 4
     assert [row[-2] for row in rows] == ["13.5"] * 4
     assert '<span class="soft">-</span>' in rows[1]
+
+
+def alarm(step: int, **changes) -> Alarm:
+    given = {
+        "kind": "spike",
+        "agent": "solver",
+        "metric": "train/main/grad_norm",
+        "message": "norm 31",
+        "value": 31.0,
+        "limit": 9.0,
+    }
+    return Alarm(step=step, rows=["sums/1#0/0", "sums/1#1/0"], **(given | changes))
+
+
+def test_alarms_are_listed_with_their_rows_and_marked_on_the_curves_they_are_about(make_run):
+    run_dir = make_run(4)
+    append_alarms(
+        run_dir, [alarm(2, message="<b>31</b>"), alarm(3, kind="idle", agent="verifier", metric="rollout/verifier/rows")]
+    )
+    html = write_report(run_dir).read_text()
+    section = html[html.index("<h2>Alarms</h2>") : html.index("<h2>Curves</h2>")]
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in section.split("</tr>") if "<td>" in row]
+    assert rows == [
+        ["2", "spike", "solver", "&lt;b&gt;31&lt;/b&gt;", "sums/1#0/0, sums/1#1/0"],
+        ["3", "idle", "verifier", "norm 31", "sums/1#0/0, sums/1#1/0"],
+    ]
+    drawn = re.findall(r'<svg[^>]*aria-label="([^"]*)">(.*?)</svg>', html, re.DOTALL)
+    assert [title for title, svg in drawn if 'class="mark"' in svg] == ["Gradient norm"]
+    (mark,) = re.findall(r'class="mark" d="M([\d.]+) ', html)
+    dots = dict(re.findall(r'cx="([\d.]+)" [^>]*><title>main, (\d)', html))
+    assert dots[mark] == "2"
+
+
+def test_a_run_without_alarms_says_so_and_one_that_did_not_watch_says_nothing(make_run):
+    run_dir = make_run(2)
+    assert "Alarms" not in page_of(run_dir).text
+    keep_alarms_until(run_dir, 0)
+    text = page_of(run_dir).text
+    assert "Alarms None." in " ".join(text.split())
+
+
+def test_of_many_alarms_the_last_ones_are_listed(make_run):
+    run_dir = make_run(1)
+    append_alarms(run_dir, [alarm(step) for step in range(1, 251)])
+    html = write_report(run_dir).read_text()
+    section = html[html.index("<h2>Alarms</h2>") : html.index("<h2>Curves</h2>")]
+    assert "The last 200 of 250 alarms" in section
+    assert re.findall(r"<tr><td>(\d+)</td>", section) == [str(step) for step in range(51, 251)]
 
 
 def test_transcripts_show_turns_advantages_segments_and_failures(make_run):

@@ -6,8 +6,10 @@ The trainer is a transformers model in this process, so that every comparison is
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from drmas.config.schema import EngineConfig
-from drmas.rollout.engine import Completion, Sampling
+from drmas.rollout.engine import Completion, Engine, Sampling
+from drmas.rollout.pool import make_engine
 from drmas.rollout.vllm_engine import VllmEngine
 from drmas.runtime.models import character_tokenizer, write_tiny_qwen3
 from drmas.weights.sync import SyncResult, WeightSync
@@ -26,7 +29,7 @@ Tensors = list[tuple[str, torch.Tensor]]
 class Trainer:
     """A model, its weight source, and the engine that follows it."""
 
-    def __init__(self, folder: Path, engine: VllmEngine) -> None:
+    def __init__(self, folder: Path, engine: Engine) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.engine = engine
         self.version = 0
@@ -47,6 +50,12 @@ class Trainer:
 
     def _tensors(self) -> Tensors:
         return self.edit([(name, parameter.detach()) for name, parameter in self.model.named_parameters()])
+
+    def with_engine(self, engine: Engine) -> Trainer:
+        """The same model beside another engine."""
+        other = copy.copy(self)
+        other.engine = engine
+        return other
 
     def change(self, only: str = "") -> None:
         """Noise on every parameter whose name contains `only`."""
@@ -111,11 +120,17 @@ def write_tiny_qwen2(folder: Path) -> None:
         Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def _trainer(write: Callable[[Path], None], name: str, tmp_path_factory) -> Iterator[Trainer]:
+def _trainer(write: Callable[[Path], None], name: str, tmp_path_factory, *, replicas: int = 1) -> Iterator[Trainer]:
     folder = tmp_path_factory.mktemp(name)
     write(folder)
     config = EngineConfig(max_model_tokens=256, kv_cache_bytes=16 * 2**20, threads=1, request_timeout_seconds=60)
-    engine = VllmEngine(name, config, model_path=folder, log_dir=folder, seed=0, deterministic=True)
+    engine = make_engine(
+        lambda replica: VllmEngine(
+            name, config, model_path=folder, log_dir=folder, seed=0, deterministic=True, replica=replica
+        ),
+        replicas,
+        deterministic=True,
+    )
     engine.start()
     yield Trainer(folder, engine)
     engine.close()
@@ -124,6 +139,12 @@ def _trainer(write: Callable[[Path], None], name: str, tmp_path_factory) -> Iter
 @pytest.fixture(scope="session")
 def tied_session(tmp_path_factory) -> Iterator[Trainer]:
     yield from _trainer(lambda folder: write_tiny_qwen3(folder, seed=7, layers=2, tied=True), "tied", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def pair_session(tmp_path_factory) -> Iterator[Trainer]:
+    write = partial(write_tiny_qwen3, seed=7, layers=2, tied=True)
+    yield from _trainer(write, "pair", tmp_path_factory, replicas=2)
 
 
 @pytest.fixture(scope="session")
@@ -147,6 +168,12 @@ def tied(tied_session) -> Trainer:
 @pytest.fixture
 def untied(untied_session) -> Trainer:
     return _fresh(untied_session)
+
+
+@pytest.fixture
+def pair(pair_session) -> Trainer:
+    """A trainer with two replicas."""
+    return _fresh(pair_session)
 
 
 @pytest.fixture(params=["tied", "untied"])

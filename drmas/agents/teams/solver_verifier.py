@@ -2,18 +2,20 @@
 
     solver -> verifier -> (approved: done) -> solver with the critique -> verifier -> ...      at most `rounds` solver calls
 
-The answer is the last solver text. An episode has between one and 2 * rounds turns, so the agents' segments are ragged.
+The answer is the last solver text. A verifier response without a verdict rejects the solution, or approves it where
+`verifier.on_invalid` is fail_open. An episode has between one and 2 * rounds turns, so the agents' segments are ragged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import PositiveInt
 
 from drmas.agents.agent import AgentConfig
 from drmas.agents.calls import Agents
+from drmas.agents.prompts import quote, tags
 from drmas.agents.team import TeamConfig, register_team
 from drmas.types import Task, Turn
 
@@ -30,8 +32,6 @@ class SolverVerifier(TeamConfig):
 
     rounds: PositiveInt = 2
     """Most solver calls per episode."""
-    on_invalid: Literal["fail_closed", "fail_open"] = "fail_closed"
-    """A verifier response without a verdict rejects (fail_closed) or approves (fail_open) the solution."""
     verify_last: bool = False
     """Ask the verifier about the last possible solution too. Its verdict can't change the answer any more; it only trains."""
     solver: AgentConfig = AgentConfig(
@@ -39,13 +39,13 @@ class SolverVerifier(TeamConfig):
         parser="boxed",
     )
     revise: str | None = (
-        "{question}\n\nAn earlier solution was rejected:\n{solution}\n\nThe review said:\n{critique}\n\n"
-        "Solve it again. Put only the final answer in \\boxed{}."
+        "{question}\n\nAn earlier solution was rejected:\n<solution>\n{solution}\n</solution>\n\n"
+        "The review said:\n<review>\n{critique}\n</review>\n\nSolve it again. Put only the final answer in \\boxed{}."
     )
     """The solver's prompt after a rejection; its first prompt again if unset or empty."""
     verifier: AgentConfig = AgentConfig(
         prompt=(
-            "Question: {question}\n\nProposed solution:\n{solution}\n\nCheck it. "
+            "Question: {question}\n\nProposed solution:\n<solution>\n{solution}\n</solution>\n\nCheck it. "
             "End with <verdict>approve</verdict> if the final answer is right, or <verdict>reject</verdict> if it is wrong."
         ),
         parser="verdict:approve,reject",
@@ -57,19 +57,24 @@ class SolverVerifier(TeamConfig):
             solution = await agents.solver(
                 self.revise or None if solution else None,
                 question=task.question,
-                solution=solution.text if solution else "",
-                answer=_answer(solution),
-                critique=critique.text if critique else "",
+                critique=quote(critique.text, self._solver_tags) if critique else "",
+                **_said(solution, self._solver_tags),
             )
             if round_ == self.rounds and not self.verify_last:
                 break
-            critique = await agents.verifier(question=task.question, solution=solution.text, answer=_answer(solution))
-            approved = critique.parsed if critique.valid else self.on_invalid == "fail_open"
-            if approved:
+            critique = await agents.verifier(question=task.question, **_said(solution, self.verifier.tags))
+            if critique.parsed:
                 break
         return solution.text
 
+    @property
+    def _solver_tags(self) -> set[str]:
+        return self.solver.tags | tags(self.revise or "")
 
-def _answer(solution: Turn | None) -> str:
-    """What the solver marked as its answer; empty before its first call and where it marked none."""
-    return "" if solution is None or solution.parsed is None else str(solution.parsed)
+
+def _said(solution: Turn | None, tags: set[str]) -> dict[str, str]:
+    """The solver's text and what it marked as its answer; empty before its first call and where it marked none."""
+    if solution is None:
+        return {"solution": "", "answer": ""}
+    answer = "" if solution.parsed is None else str(solution.parsed)
+    return {"solution": quote(solution.text, tags), "answer": quote(answer, tags)}

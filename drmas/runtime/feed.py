@@ -1,0 +1,228 @@
+"""The feed: which groups of episodes are on their way, and which of them make up a step.
+
+    source -> launch -> [ group | group | ... ] -> those that are done and teach something -> a step's groups
+                          in flight or waiting
+
+On-policy, a step's groups are launched when the step begins and all are waited for. With `max_staleness` the next steps' groups
+run while a step is trained: the feed never has more of them on their way than may still be taken in time, and waits for those
+that would be too stale a step later. With `carry_over` a step takes the groups that are done and leaves slow ones in flight.
+Dynamic sampling drops groups whose rewards are all equal and launches fresh tasks in their place. Called by the driver.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from drmas.config.schema import RolloutConfig
+from drmas.envs.source import TaskSource
+from drmas.rollout.collector import Collector, Rollout
+from drmas.types import Episode, Task, ToolUse, Turn
+
+
+@dataclass
+class Group:
+    """The episodes of one task. `step` is the one with whose weights they were launched; it decides their seeds, too."""
+
+    task: Task
+    step: int
+    rollout: Rollout
+
+    @property
+    def done(self) -> bool:
+        return self.rollout.done
+
+    @property
+    def episodes(self) -> list[Episode]:
+        return self.rollout.episodes
+
+    def teaches(self) -> bool:
+        """Whether two of its finished episodes were rewarded differently."""
+        rewards = {
+            (episode.reward, *sorted(episode.agent_rewards.items())) for episode in self.episodes if episode.failure is None
+        }
+        return len(rewards) > 1
+
+
+class Feed:
+    """`last_step` is the run's last; nothing is launched for steps after it."""
+
+    def __init__(
+        self,
+        collector: Collector,
+        source: TaskSource,
+        config: RolloutConfig,
+        *,
+        last_step: int,
+        on_progress: Callable[[Episode], None] | None = None,
+    ) -> None:
+        self._collector, self._source, self._config, self._last_step = collector, source, config, last_step
+        self._on_progress = on_progress
+        self._groups: list[Group] = []
+        self._unlaunched: list[Rollout] = []
+        self._round: tuple[int, int] = (0, 0)  # a step, and how often tasks were launched for it
+        self.dropped = 0
+        """Groups that taught nothing, or were left over for too long, so far."""
+
+    @property
+    def in_flight(self) -> int:
+        """Groups on their way that aren't done."""
+        return sum(not group.done for group in self._groups)
+
+    @property
+    def ahead(self) -> int:
+        """Groups on their way, done or not."""
+        return len(self._groups)
+
+    def take(self, step: int) -> list[Group] | None:
+        """The groups of `step`, in the order in which they were launched; None where an engine is dead: call again when it is
+        back. Then comes `accept`, or `put_back`."""
+        if self._unlaunched:
+            self._collector.submit(self._unlaunched)
+            self._unlaunched = []
+        if self._round[0] != step:
+            self._round = (step, 1)
+            self._drop(lambda group: step - group.step > self._config.max_staleness)
+            ahead = min(self._config.max_staleness, self._last_step - step) if self._config.carry_over else 0
+            self._launch(step, self._missing(ahead=ahead))
+        while True:
+            if not self._collector.wait(lambda: self._ready(step)):
+                return None
+            if self._round[1] == self._tries:
+                break
+            self._drop(lambda group: group.done and not group.teaches())
+            if self._missing(ahead=0) == 0:
+                break
+            self._round = (step, self._round[1] + 1)
+            self._launch(step, self._missing(ahead=0))
+        taken = self._choose()
+        chosen = {id(group) for group in taken}
+        self._groups = [group for group in self._groups if id(group) not in chosen]
+        return taken
+
+    def accept(self, step: int, taken: Sequence[Group]) -> None:
+        """`step` is trained with `taken`: the source hears of their rewards, and what may run meanwhile is launched."""
+        for group in taken:
+            self._report(group)
+        ahead = min(self._config.max_staleness, self._last_step - step)
+        if ahead > 0:
+            self._launch(step, self._missing(ahead=ahead - 1))
+
+    def settle(self) -> bool:
+        """Wait until nothing is in flight. False where an engine is dead: call again when it is back."""
+        return self._collector.wait(lambda: self.in_flight == 0)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs: where the source stands, and the groups on their way, with the episodes of those that are
+        done."""
+        groups = [
+            {
+                "task": asdict(group.task),
+                "step": group.step,
+                "episodes": [_saved(episode) for episode in group.episodes] if group.done and _whole(group) else None,
+            }
+            for group in self._groups
+        ]
+        return {"source": self._source.state(), "groups": groups}
+
+    def put_back(self, groups: Sequence[Group]) -> None:
+        """Have `groups` on their way again, as the next step's first, for a `state` from before they were taken."""
+        self._groups = [*groups, *self._groups]
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from `state`: the next `take` launches groups that weren't done again, with the seeds that they had."""
+        self._source.restore(state["source"])
+        for saved in state["groups"]:
+            task, step, done = Task(**saved["task"]), saved["step"], saved["episodes"] is not None
+            if done:
+                episodes = [_restored(task, episode) for episode in saved["episodes"]]
+            else:
+                episodes = [Episode(task=task, sample=sample) for sample in range(self._config.group_size)]
+            group = Group(task, step, Rollout(episodes, step, self._on_progress))
+            self._groups.append(group)
+            if done:
+                group.rollout.left = 0
+            else:
+                self._unlaunched.append(group.rollout)
+
+    @property
+    def _tries(self) -> int:
+        return self._config.dynamic.max_tries if self._config.dynamic.enabled else 1
+
+    def _missing(self, *, ahead: int) -> int:
+        """Groups to launch so that there are enough for a step and `ahead` more."""
+        return max(0, self._config.tasks_per_step * (1 + ahead) - len(self._groups))
+
+    def _launch(self, step: int, count: int) -> None:
+        if self._config.dynamic.enabled:
+            count = math.ceil(count * self._config.dynamic.oversample)
+        fresh = [
+            Group(task, step, self._collector.rollout([task], step=step, on_progress=self._on_progress))
+            for task in self._source.take(count)
+        ]
+        self._collector.submit([group.rollout for group in fresh])
+        self._groups += fresh
+
+    def _ready(self, step: int) -> bool:
+        """Whether `step` can be taken: it has enough groups, and those it leaves can all be taken in time by later steps."""
+        if self.in_flight == 0:
+            return True
+        if not self._config.carry_over:
+            return False
+        size, ahead = self._config.tasks_per_step, self._config.max_staleness
+        chosen = {id(group) for group in self._choose()}
+        left = [step - group.step for group in self._groups if id(group) not in chosen]
+        return len(chosen) == size and all(
+            sum(age + later >= ahead for age in left) <= later * size for later in range(ahead + 1)
+        )
+
+    def _drop(self, useless: Callable[[Group], bool]) -> None:
+        dropped = [group for group in self._groups if useless(group)]
+        for group in dropped:
+            self._report(group)
+        self._groups = [group for group in self._groups if not useless(group)]
+        self.dropped += len(dropped)
+
+    def _choose(self) -> list[Group]:
+        """A step's groups: those that teach something first, else in the order of their launch; returned in that order."""
+        done = [group for group in self._groups if group.done]
+        if self._config.dynamic.enabled:
+            done.sort(key=lambda group: not group.teaches())
+        chosen = {id(group) for group in done[: self._config.tasks_per_step]}
+        return [group for group in self._groups if id(group) in chosen]
+
+    def _report(self, group: Group) -> None:
+        self._source.report(group.task, [episode.reward for episode in group.episodes if episode.reward is not None])
+
+
+def mark_stale(
+    groups: Sequence[Group], bounds: Mapping[str, int], versions: Mapping[str, int], *, versions_per_step: int
+) -> None:
+    """Mark the turns whose oldest token lags further behind its policy's version than its agent may, in steps."""
+    for group in groups:
+        for episode in group.episodes:
+            for turn in episode.turns:
+                if turn.versions:
+                    lag = versions[turn.policy] - min(turn.versions)
+                    turn.stale = lag > bounds[turn.agent] * versions_per_step
+
+
+def _whole(group: Group) -> bool:
+    return all(episode.failure is None for episode in group.episodes)
+
+
+def _saved(episode: Episode) -> dict[str, Any]:
+    """An episode as JSON; its task stands with the group, and what turns were parsed to has served."""
+    saved = asdict(episode)
+    del saved["task"], saved["failure"]
+    for turn in saved["turns"]:
+        turn["parsed"] = None
+    return saved
+
+
+def _restored(task: Task, saved: dict[str, Any]) -> Episode:
+    turns = [Turn(**turn) for turn in saved["turns"]]
+    uses = [ToolUse(**use) for use in saved["tool_uses"]]
+    return Episode(task=task, **(saved | {"turns": turns, "tool_uses": uses}))
