@@ -190,6 +190,10 @@ class Collector:
                     return False
                 self._changed.wait()
 
+    def hold(self, policy: str) -> None:
+        """Nothing asks the policy's engine until `revive`, though it may be alive: it hasn't the right weights yet."""
+        self._loop.run(_do(self._gate.hold, policy))
+
     def revive(self, policy: str) -> None:
         """The policy's engine serves again, with the weights that it should have: what waited for it goes on."""
         self._loop.run(_do(self._gate.revive, policy))

@@ -87,6 +87,11 @@ class Gate:
         """The policies whose requests wait for `revive` or `give_up`. May be read from any thread."""
         return self._dead.keys() - self._given_up
 
+    def hold(self, policy: str) -> None:
+        """The policy's engine must not be asked until `revive`: it is being started again, or hasn't its weights yet."""
+        self._dead.setdefault(policy, EngineDied("it is being started again"))
+        self._note()
+
     def revive(self, policy: str) -> None:
         """The policy's engine serves again: what waits for it is put again."""
         self._lives[policy] += 1

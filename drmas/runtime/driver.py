@@ -129,8 +129,8 @@ class Driver:
         episodes, self.episodes = self.episodes, []
         write_episodes(self.run_dir, step, episodes, self.tokenizers, values)
         agents = list(self.collector.team.agents)
-        retried = sum(episode.retried for episode in episodes)
-        metrics = record.metrics(episodes, values, agents=agents, retried=retried, peaks=self.peaks)
+        ahead = self.config.rollout.max_staleness > 0
+        metrics = record.metrics(episodes, values, agents=agents, peaks=self.peaks, ahead=ahead)
         metrics |= {"rollout/dropped_groups": self.feed.dropped - self.dropped, "rollout/groups_ahead": self.feed.ahead}
         self.dropped = self.feed.dropped
         metrics |= self.source.stats()
@@ -215,6 +215,7 @@ class Driver:
                 f"the engine of policy {name!r} died {limit + 1} times; policies.{name}.engine.max_restarts is {limit}"
             )
         self.restarts[name] += 1
+        self.collector.hold(name)  # until its weights are pushed
         self.console.note(f"the engine of policy {name!r} died; starting it again ({self.restarts[name]} of {limit})")
         self.engines[name].start()
 

@@ -99,14 +99,18 @@ class StepRecord:
         values: Advantages,
         *,
         agents: Sequence[str],
-        retried: int,
         peaks: Mapping[str, float] = MappingProxyType({}),
+        ahead: bool = False,
     ) -> Metrics:
-        """The step's flat metrics, in the order in which a person reads them. `peaks`: FLOP/s of each policy's devices."""
+        """The step's flat metrics, in the order in which a person reads them.
+
+        `peaks`: FLOP/s of each policy's devices. `ahead`: episodes ran while earlier steps were trained, so that the time in
+        which they were waited for says nothing of how fast they were.
+        """
         rows = rows_of(list(episodes))
         finished = [episode for episode in episodes if episode.failure is None]
         metrics: Metrics = {"reward/mean": _mean([episode.reward for episode in finished])}
-        metrics |= self._rollout(episodes, retried)
+        metrics |= self._rollout(episodes, self.seconds["step" if ahead else "rollout"])
         metrics |= self._agents(agents, episodes, rows, values)
         metrics |= self._training(peaks)
         metrics["sync/seconds"] = math.fsum(result.seconds for result in self.syncs)
@@ -116,7 +120,7 @@ class StepRecord:
         metrics |= {f"time/{phase}_seconds": self.seconds[phase] for phase in ("rollout", "train", "sync", "step")}
         return metrics
 
-    def _rollout(self, episodes: Sequence[Episode], retried: int) -> Metrics:
+    def _rollout(self, episodes: Sequence[Episode], seconds: float) -> Metrics:
         generated = sum(len(turn.response_ids) for episode in episodes for turn in episode.turns)
         uses = [use for episode in episodes if episode.failure is None for use in episode.tool_uses]
         gaps = list(self._gaps().values())
@@ -124,10 +128,10 @@ class StepRecord:
         metrics: Metrics = {
             "rollout/episodes": len(episodes),
             "rollout/tokens": generated,
-            "rollout/tokens_per_second": _ratio(generated, self.seconds["rollout"]),
+            "rollout/tokens_per_second": _ratio(generated, seconds),
             "rollout/logprob_gap_mean": _ratio(sum(gap.total for gap in gaps), tokens),
             "rollout/logprob_gap_max": max((gap.largest for gap in gaps), default=None),
-            "rollout/retried": retried,
+            "rollout/retried": sum(episode.retried for episode in episodes),
             "rollout/tool_calls": len(uses),
             "rollout/tool_errors": sum(not use.ok for use in uses),
         }

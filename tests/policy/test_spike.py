@@ -30,7 +30,7 @@ def test_an_injected_row_of_advantage_ten_thousand_is_found_by_agent_step_and_ro
         report.update(trainer.update(kit.make_batch(rows, advantages=advantages)))
         episodes, record = [episode_of(row) for row in rows], StepRecord(policies={"main": report})
         values = Advantages(advantages, [])
-        metrics = record.metrics(episodes, values, agents=kit.AGENTS, retried=0)
+        metrics = record.metrics(episodes, values, agents=kit.AGENTS)
         raised[step] = alarms.check(step, metrics, episodes, values, gap_rows=record.gap_rows())
     assert [step for step, found in raised.items() if found] == [BAD]
     (alarm,) = raised[BAD]

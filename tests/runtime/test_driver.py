@@ -44,8 +44,9 @@ class Teacher:
 def make(config, tmp_path, plain_tokenizer, capsys):
     opened = []
 
-    def build(teacher: Teacher) -> Driver:
-        engines, tokenizers = {"main": ScriptedEngine(plain_tokenizer, teacher)}, {"main": plain_tokenizer}
+    def build(teacher: Teacher, config=config) -> Driver:
+        engine = ScriptedEngine(plain_tokenizer, teacher, deterministic=config.rollout.deterministic)
+        engines, tokenizers = {"main": engine}, {"main": plain_tokenizer}
         reward, metrics = make_reward(config.reward), MetricsLog(tmp_path, tensorboard=False)
         collector = Collector(load_team(config.team), engines, tokenizers, reward, config.rollout, seed=0)
         opened.extend([collector, reward, metrics])
@@ -94,6 +95,26 @@ def test_a_dead_engine_is_started_anew_and_what_it_took_along_runs_again_with_th
     assert [episode.retried for episode in driver.episodes] == [1] * 4
     # turns that were finished before the death stand: only requests that it took along were put again
     assert {key.rpartition("/")[2] for key in teacher.asked if teacher.asked.count(key) > 1} == {"verifier"}
+
+
+def test_I2_an_engine_that_is_back_is_not_asked_before_it_has_its_weights(make, config) -> None:
+    """Its death was noticed by nobody who waits for it, so that nothing else would keep requests from it."""
+    ahead = config.rollout.model_copy(update={"max_staleness": 1, "carry_over": True, "deterministic": False})
+    teacher = Teacher()
+    driver = make(teacher, config.model_copy(update={"rollout": ahead}))
+    engine = driver.engines["main"]
+    engine.die()
+    assert driver.collect(1, AT_0)["restarted"] == ["main"]
+    assert engine.alive
+    assert teacher.asked == []
+    assert driver.collector.dead == {"main"}
+    driver.feed._launch(1, 1)
+    assert not driver.collector.wait(lambda: driver.feed.in_flight == 0)
+    assert teacher.asked == []
+    engine.version = 5  # the push
+    driver.after_push("main", None)
+    driver.collect(1, {"main": 5})
+    assert {version for episode in driver.episodes for turn in episode.turns for version in turn.versions} == {5}
 
 
 def test_an_engine_that_keeps_dying_ends_the_run(make, config) -> None:

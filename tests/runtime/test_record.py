@@ -30,7 +30,7 @@ def episode(sample: int, reward: float | None, *agents: str | Turn, uses: tuple[
 
 def metrics_of(record: StepRecord, *episodes: Episode, agents=("solver", "verifier"), **more):
     values = advantages(rows_of(list(episodes)), resolve("dr-mas"))
-    return record.metrics(list(episodes), values, agents=agents, retried=0, **more)
+    return record.metrics(list(episodes), values, agents=agents, **more)
 
 
 def test_I8_every_agent_has_its_numbers_and_an_idle_one_shows_that_it_idled() -> None:
@@ -251,3 +251,10 @@ def test_every_push_of_a_step_counts() -> None:
     record.sync(SyncResult(0.5, 100))
     metrics = metrics_of(record, episode(0, 1.0, "solver"))
     assert (metrics["sync/seconds"], metrics["sync/bytes"]) == (1.5, 200)
+
+
+def test_what_ran_while_a_step_was_trained_is_measured_by_the_step() -> None:
+    record = StepRecord(seconds={"rollout": 0.5, "step": 4.0, "train": 3.5, "sync": 0.0})
+    played = (episode(0, 1.0, "solver"), episode(1, 0.0, "solver"))
+    assert metrics_of(record, *played)["rollout/tokens_per_second"] == 8.0
+    assert metrics_of(record, *played, ahead=True)["rollout/tokens_per_second"] == 1.0
