@@ -142,6 +142,6 @@ def load_generators() -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         from reasoning_gym.factory import CURRICULA, DATASETS
     except ImportError as error:
-        hint = "; its fonts need a setuptools below 82: pip install 'setuptools<82'" if error.name == "pkg_resources" else ""
+        hint = "; its fonts need pyfiglet 1.0.2 or a setuptools below 82" if error.name == "pkg_resources" else ""
         raise ConfigError(f"data.type is reasoning-gym, which can't be imported here: {error}{hint}") from error
     return DATASETS, CURRICULA

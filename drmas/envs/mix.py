@@ -16,7 +16,7 @@ class Rota:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        exact = [Fraction(str(weight)) for weight in weights]
+        exact = [Fraction(weight) for weight in weights]
         self._shares = [weight / sum(exact) for weight in exact]
         self._slack = Fraction(1, 2 * max(len(weights), 2) - 2)
         self.counts = [0] * len(weights)

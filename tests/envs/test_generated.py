@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -137,3 +138,16 @@ def test_I3_a_task_that_is_generated_as_another_one_is_not_scored() -> None:
     truth = json.loads(gym_truth(task)) | {"question": "another"}
     with pytest.raises(ValueError, match="task 0 of basic_arithmetic is another one when it is generated anew"):
         gym_verdict(task.truth, json.dumps(truth))
+
+
+def test_a_package_that_cannot_be_imported_is_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Missing:
+        def find_spec(self, name: str, *_):
+            if name.startswith("reasoning_gym"):
+                raise ModuleNotFoundError("No module named 'pkg_resources'", name="pkg_resources")
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "reasoning_gym"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    with pytest.raises(ConfigError, match=r"can't be imported here: No module named 'pkg_resources'; its fonts need pyfiglet"):
+        GymTasks(ReasoningGymData(size=1))

@@ -160,6 +160,12 @@ def test_trouble_with_the_hub_is_one_line_that_says_what_to_do(hub, error: Excep
     assert "\n" not in str(caught.value)
 
 
+def test_where_neither_revision_has_the_split_the_first_says_why(hub) -> None:
+    hub(main={"test.jsonl": ROWS}, converted=answer_of(errors.RevisionNotFoundError))
+    with pytest.raises(DataError, match=r"no files of the split train; found test.jsonl; set data.split"):
+        read_huggingface(HuggingFaceData(path="a/b"))
+
+
 def test_offline_the_reason_is_the_switch(hub, monkeypatch: pytest.MonkeyPatch) -> None:
     error = errors.LocalEntryNotFoundError("nothing cached")
     hub(main=error, converted=error)

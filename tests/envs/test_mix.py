@@ -13,7 +13,7 @@ WEIGHTS = st.lists(st.floats(min_value=0.01, max_value=100, allow_nan=False), mi
 
 def furthest(weights: list[float], turns: int) -> Fraction:
     """The largest distance of any part from its share, over all prefixes."""
-    exact = [Fraction(str(weight)) for weight in weights]
+    exact = [Fraction(weight) for weight in weights]
     rota, counts, worst = Rota(weights), [0] * len(weights), Fraction(0)
     for turn in range(1, turns + 1):
         counts[rota.next()] += 1
@@ -46,11 +46,10 @@ def test_equal_parts_alternate_and_one_part_has_every_turn() -> None:
     assert [alone.next() for _ in range(3)] == [0, 0, 0]
 
 
-def test_decimal_weights_are_taken_as_they_are_written() -> None:
-    rota = Rota([0.1, 0.2, 0.7])
-    for _ in range(1000):
-        rota.next()
-    assert rota.counts == [100, 200, 700]
+def test_decimal_weights_give_the_turns_of_whole_ones() -> None:
+    decimals, whole = Rota([0.1, 0.2, 0.3, 0.4]), Rota([1, 2, 3, 4])
+    assert [decimals.next() for _ in range(1000)] == [whole.next() for _ in range(1000)]
+    assert decimals.counts == [100, 200, 300, 400]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 7, 40])

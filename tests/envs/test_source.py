@@ -82,6 +82,14 @@ def test_the_parts_of_a_mix_have_ids_and_epochs_of_their_own(mix: MixData) -> No
     assert sorted(both) == ["maths/sums/0", "sums/sums/0"]
 
 
+def test_parts_with_the_same_tasks_have_orders_of_their_own() -> None:
+    part = {"data": {"type": "sums", "size": 20}}
+    tasks = TaskSource(MixData(parts={"a": part, "b": part}), seed=1).take(40)
+    a, b = ([task.id.partition("/")[2] for task in tasks if task.source == name] for name in "ab")
+    assert sorted(a) == sorted(b)
+    assert a != b
+
+
 def test_all_tasks_of_a_mix_once_in_their_own_order(mix: MixData) -> None:
     tasks = open_tasks(mix)
     assert [task.source for task in tasks] == ["maths"] * 5 + ["words"] * 7 + ["sums"] * 50

@@ -117,6 +117,18 @@ def test_I2_an_engine_that_is_back_is_not_asked_before_it_has_its_weights(make, 
     assert {version for episode in driver.episodes for turn in episode.turns for version in turn.versions} == {5}
 
 
+@pytest.mark.parametrize(("deterministic", "pauses"), [(True, 2), (False, 0)])
+def test_cached_prefixes_stay_with_the_weights_unless_rollouts_are_deterministic(make, config, deterministic, pauses) -> None:
+    driver = make(
+        Teacher(), config.model_copy(update={"rollout": config.rollout.model_copy(update={"deterministic": deterministic})})
+    )
+    paused = []
+    driver.engines["main"].pause = lambda: paused.append(1)
+    for step in (1, 2):
+        driver.collect(step, AT_0)
+    assert len(paused) == pauses
+
+
 def test_an_engine_that_keeps_dying_ends_the_run(make, config) -> None:
     limit = config.policies["main"].engine.max_restarts
     driver = make(Teacher(dies_at=range(100)))
