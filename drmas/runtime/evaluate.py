@@ -28,7 +28,7 @@ from drmas.config.load import dump
 from drmas.config.schema import RunConfig
 from drmas.core.names import expected_names
 from drmas.core.statistics import LEVEL
-from drmas.envs.rewards import Reward, make_reward
+from drmas.envs.rewards import Reward, check_reward, make_reward
 from drmas.envs.source import TaskSource
 from drmas.envs.tasks import open_tasks
 from drmas.errors import ConfigError, RolloutError
@@ -109,6 +109,7 @@ def evaluate(
     voices = _voices(config, models, teams.values())
     tokenizers = {name: load_tokenizer(name, voice.folder) for name, voice in voices.items()}
     tasks = eval_tasks(config)
+    check_reward(config.reward, {task.source: task for task in tasks}.values())
     _prepare(output, config)
     plan = [_spoken(each) & voices.keys() for each in teams.values()]
     scores = {}

@@ -23,7 +23,7 @@ from drmas.config.schema import LossConfig, LossOverrides, PolicyConfig, RunConf
 from drmas.config.tasks import PythonTool
 from drmas.core.advantages import AdvantageRule, resolve
 from drmas.core.gae import GaeRule
-from drmas.envs.rewards import make_reward
+from drmas.envs.rewards import check_reward, make_reward
 from drmas.envs.source import TaskSource
 from drmas.errors import CheckpointError
 from drmas.policy import host_platform
@@ -69,7 +69,7 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, d
     for note in notes(config, world=world):
         console.note(note)
     if dry_run:
-        TaskSource(config.data, seed=config.seed, curriculum=config.curriculum)
+        check_reward(config.reward, TaskSource(config.data, seed=config.seed, curriculum=config.curriculum).examples())
         console.start(describe(config, team, rule, world=world, folders=_folders(config)))
         return Path(config.output) / config.name
     if rank != 0:  # the first interrupt ends the run after its step, by rank 0's word; torchrun sends it to every rank
@@ -162,6 +162,7 @@ class Job:
         self.folder.open(resume=resume, overwrite=overwrite)
         state = self.checkpoints.latest() if resume else None
         self.source = TaskSource(self.config.data, seed=self.config.seed, curriculum=self.config.curriculum)
+        check_reward(self.config.reward, self.source.examples())
         folders = _folders(self.config)
         self.console.start(describe(self.config, self.team, self.rule, world=self.world, folders=folders))
         if resume and state is None:
