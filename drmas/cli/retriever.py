@@ -6,6 +6,7 @@ Loads the index, binds the address, prints the URL when requests are answered, a
 from __future__ import annotations
 
 import ipaddress
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -44,7 +45,10 @@ def serve_retriever(
             print(f"drmas: {host} is reached from other machines, and this server asks nobody for a password", file=sys.stderr)
         address = listener.getsockname()
         named = f"[{host}]" if ":" in host else host
-        _Server(server.app, f"{index} index of {len(passages)} passages: http://{named}:{address[1]}/retrieve").run([listener])
+        running = _Server(server.app, f"{index} index of {len(passages)} passages: http://{named}:{address[1]}/retrieve")
+        running.run([listener])
+        if running.interrupted:  # asyncio may have swallowed it while the server was ending
+            raise KeyboardInterrupt
 
 
 class _Server(uvicorn.Server):
@@ -62,6 +66,7 @@ class _Server(uvicorn.Server):
             )
         )
         self._ready = ready
+        self.interrupted = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
@@ -74,6 +79,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
         self.force_exit = True
+        self.interrupted = sig == signal.SIGINT
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 
 import pytest
@@ -555,7 +555,11 @@ def test_I4_shared_prefixes_are_computed_once_and_change_nothing(kit, trainer_of
 
 
 def plain_report(result):
-    return {"metrics": result.metrics, "agents": result.agents}
+    return {
+        "metrics": result.metrics,
+        "agents": result.agents,
+        "gaps": {name: asdict(gap) for name, gap in result.gaps.items()},
+    }
 
 
 def test_recomputed_layers_behind_a_frozen_embedding_learn(kit, trainer_of):
