@@ -120,7 +120,7 @@ def search_step(tokenizer: Any, tasks: int, samples: int, *, median: float, sigm
     team = load_team({"name": "search-router"})
     questions = [Task(id=f"t{i}", question=f"Which element has the number {i}?", truth="") for i in range(tasks)]
     names = [Episode(task=task, sample=sample).id for task in questions for sample in range(samples)]
-    plans = plan(names, turns=team.turns, median=median, sigma=sigma, seed=seed)
+    plans = plan(names, rounds=team.rounds, median=median, sigma=sigma, seed=seed)
     calls = {call.key: call for planned in plans.values() for call in planned}
     searches = {name: sum(call.agent == "searcher" for call in planned) for name, planned in plans.items()}
 

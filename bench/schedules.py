@@ -30,15 +30,15 @@ Plans = Mapping[str, Sequence[Call]]
 """Episode -> its calls, in order."""
 
 
-def plan(episodes: Sequence[str], *, turns: int, median: float, sigma: float, seed: int) -> dict[str, list[Call]]:
-    """The calls of a router that searches 0 to `turns` - 1 times, as often as another, with lognormal seconds each."""
+def plan(episodes: Sequence[str], *, rounds: int, median: float, sigma: float, seed: int) -> dict[str, list[Call]]:
+    """The calls of a router that searches 0 to `rounds` - 1 times, as often as another, with lognormal seconds each."""
     draw = random.Random(seed)
-    return {episode: _plan_one(episode, draw.randrange(turns), turns, math.log(median), sigma, draw) for episode in episodes}
+    return {episode: _plan_one(episode, draw.randrange(rounds), rounds, math.log(median), sigma, draw) for episode in episodes}
 
 
-def _plan_one(episode: str, searches: int, turns: int, mu: float, sigma: float, draw: random.Random) -> list[Call]:
+def _plan_one(episode: str, searches: int, rounds: int, mu: float, sigma: float, draw: random.Random) -> list[Call]:
     agents = [(round_, agent) for round_ in range(searches) for agent in ("router", "searcher")]
-    if searches < turns - 1:  # the last turn answers without asking the router
+    if searches < rounds - 1:  # the last round answers without asking the router
         agents.append((searches, "router"))
     agents.append((searches, "answerer"))
     return [

@@ -28,7 +28,7 @@ Invariants
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 FailureKind = Literal["engine", "team", "grader", "timeout", "tool", "overlong"]
@@ -86,7 +86,7 @@ class ToolUse:
 
     `ok` is False where the tool answered with an error that the agent reads (bad arguments, no such tool, budget spent).
 
-    Example: ToolUse(tool="search", arguments='{"query": "element 74"}', result="[1] Tungsten ...", ok=True, agent="searcher")
+    Example: ToolUse(tool="search", arguments='{"query": "tungsten"}', result="[1] Tungsten ...", ok=True, agent="searcher")
     """
 
     tool: str
@@ -113,11 +113,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an episode has no reward (I3). `transient`: an engine died or stalled under it, and it may run again."""
+    """Why an episode has no reward (I3)."""
 
     kind: FailureKind
     message: str
-    transient: bool = False
 
 
 @dataclass(slots=True)
@@ -181,7 +180,8 @@ class Row:
         return len(self.prompt_ids) + len(self.response_ids)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The fields; lists are the row's own, since there may be millions of tokens."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 def rows_of(episodes: list[Episode]) -> list[Row]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from drmas.agents.chat_template import ANSWER, results_as_user, special_ids, traits_of, with_described_tools
+from drmas.agents.chat_template import ANSWER, Traits, results_as_user, special_ids, traits_of, with_described_tools
 from drmas.errors import PromptTooLong, TeamError
 
 Message = Mapping[str, str]
@@ -37,6 +37,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._special = special_ids(tokenizer)
         self._traits = traits_of(tokenizer) if tokenizer.chat_template else None
+        self._ends = _ends(tokenizer, self._traits)
         literals = _marker_literals(tokenizer)
         if self._traits is not None:
             literals |= dict.fromkeys(self._traits.markers, False)
@@ -79,7 +80,8 @@ class ChatRenderer:
         `messages` (tool results, say) and the start of the next assistant message.
 
         The end token of the assistant message is written where the response has none, because it was cut or hit a stop text;
-        any special token at its end counts as one. Where the template has no role for tools, results are a user message.
+        that token, the tokenizer's own and <|eom_id|> count as one. Where the template has no role for tools, results are a
+        user message.
 
         TeamError: the chat template refuses the messages, or writes no assistant message.
 
@@ -212,7 +214,7 @@ class ChatRenderer:
 
     def _after(self, response_ids: Sequence[int], tail: list[int]) -> list[int]:
         """`tail` without the end token that the response already has."""
-        if not response_ids or response_ids[-1] not in self._special:
+        if not response_ids or response_ids[-1] not in self._ends:
             return tail
         place = next((place for place, token in enumerate(tail) if token in self._special), None)
         if place is None or tail[place] not in (self._traits.end, self._tokenizer.eos_token_id):
@@ -224,6 +226,14 @@ def _without_middle(text: str, kept: int) -> str:
     """`kept` characters of `text`, half from its start and half from its end, around the mark of a cut."""
     head, tail = (kept + 1) // 2, kept // 2
     return text[:head] + CUT + text[len(text) - tail :]
+
+
+def _ends(tokenizer: Any, traits: Traits | None) -> frozenset[int]:
+    """The ids that end a message: the template's, the tokenizer's, and Llama's for a message that calls a tool. Other special
+    tokens (<|python_tag|>) stand within one, and may be the last that a cut response got."""
+    calls = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.content == "<|eom_id|>"}
+    found = calls | {tokenizer.eos_token_id} | ({traits.end} if traits else set())
+    return frozenset(found - {None})
 
 
 def _marker_literals(tokenizer: Any) -> dict[str, bool]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from drmas.agents.agent import AgentConfig
 from drmas.agents.chat import CUT, ChatRenderer, Message
 from drmas.agents.chat_template import results_as_user, with_described_tools
-from drmas.agents.prompts import quote, scrub
+from drmas.agents.prompts import break_markers, quote, scrub
 from drmas.errors import PromptTooLong
 
 _TOOL_TAGS = ("tool_call", "tool_response")
@@ -147,7 +147,10 @@ class LocalDialogue:
 
 
 class RemoteDialogue:
-    """With a model behind a URL, which reads messages. Tools are described and their answers given as text."""
+    """With a model behind a URL, which reads messages. Tools are described and their answers given as text.
+
+    Role markers that others wrote are broken in all that is sent, as far as they are known (`break_markers`).
+    """
 
     def __init__(
         self,
@@ -158,7 +161,7 @@ class RemoteDialogue:
         tools: list[dict[str, Any]] | None,
     ) -> None:
         self._config, self._ask = config, ask
-        self._messages = with_described_tools(messages, tools) if tools else list(messages)
+        self._messages = _harmless(with_described_tools(messages, tools) if tools else messages)
         self._text = ""
 
     async def ask(self, *, seed: int, key: str) -> Said:
@@ -169,8 +172,12 @@ class RemoteDialogue:
         return Said(text=self._text, finish_reason=answer.finish_reason, prompt_text=asked)
 
     def extend(self, answers: Sequence[Message]) -> None:
-        harmless = [{**answer, "content": quote(answer["content"], _TOOL_TAGS)} for answer in answers]
-        self._messages += [{"role": "assistant", "content": self._text}, *results_as_user(harmless)]
+        quoted = [{**answer, "content": quote(answer["content"], _TOOL_TAGS)} for answer in answers]
+        self._messages += _harmless([{"role": "assistant", "content": self._text}, *results_as_user(quoted)])
+
+
+def _harmless(messages: Sequence[Message]) -> list[Message]:
+    return [{**message, "content": break_markers(message["content"])} for message in messages]
 
 
 def _cut(text: str, length: int) -> str:

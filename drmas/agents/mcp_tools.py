@@ -22,13 +22,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcp import Client, MCPError
-from mcp.client.streamable_http import streamable_http_client
 from mcp_types import INVALID_PARAMS, CallToolResult
 from mcp_types import Tool as ListedTool
 
+from drmas.agents.mcp_http import http_transport
 from drmas.agents.mcp_stdio import StdioServer
 from drmas.agents.tools import Spec, shortened
 from drmas.config.tasks import McpTool
+from drmas.core.endpoints import checked_url, key_of, without_key
 from drmas.core.names import expected_names
 from drmas.errors import ConfigError, ToolError
 
@@ -47,7 +48,8 @@ _HUNG = 0.9
 
 
 class McpServer:
-    """The server of `tools.SECTION` as a tool. ConfigError: no such command or variable, or a URL that is none."""
+    """The server of `tools.SECTION` as a tool. ConfigError: no such command or variable, or a URL that is none
+    or holds more than host and path."""
 
     def __init__(self, section: str, config: McpTool) -> None:
         self.timeout_seconds = config.timeout_seconds
@@ -55,6 +57,7 @@ class McpServer:
         self._where, self._config = f"tools.{section}", config
         self._command = _command(config, self._where)
         self._environment = _environment(config, self._where)
+        self._key = key_of(f"{self._where}.api_key_env", config.api_key_env)
         self._connection: _Connection | None = None
         self._starting: asyncio.Task[_Connection] | None = None
         self._starts_in_vain = 0
@@ -85,14 +88,18 @@ class McpServer:
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 self._starts_in_vain = 0
-                return shortened(error.message, self._config.max_result_chars), False
+                return self._shortened(error.message), False
             connection.suspect = True
-            raise ToolError(f"{self._where}: {name} failed: {error.message}{await connection.last_words()}") from error
+            raise ToolError(
+                f"{self._where}: {name} failed: {self._shown(error.message)}{await connection.last_words()}"
+            ) from error
         except Exception as error:  # the client raises what its parts raise, for answers against the protocol too
             connection.suspect = True
-            raise ToolError(f"{self._where}: {name} failed: {_first(error)}{await connection.last_words()}") from error
+            raise ToolError(
+                f"{self._where}: {name} failed: {self._shown(_first(error))}{await connection.last_words()}"
+            ) from error
         self._starts_in_vain = 0
-        return shortened(_text(result), self._config.max_result_chars), not result.is_error
+        return self._shortened(_text(result)), not result.is_error
 
     async def close(self) -> None:
         """End the session, and the server where we started it, with its children."""
@@ -102,6 +109,13 @@ class McpServer:
         if self._connection is not None:
             await self._connection.close()
             self._connection = None
+
+    def _shortened(self, text: str) -> str:
+        return shortened(without_key(text, self._key), self._config.max_result_chars)
+
+    def _shown(self, text: str) -> str:
+        """A server's own words, for an error."""
+        return shortened(" ".join(without_key(text, self._key).split()), _SHOWN)
 
     async def _live(self) -> _Connection:
         """A connection that answers as far as we know. One start serves all calls that wait for it, and survives them."""
@@ -135,7 +149,7 @@ class McpServer:
     async def _opened(self) -> _Connection:
         limit = self._config.start_timeout_seconds
         stdio = StdioServer(self._command, self._environment) if self._command else None
-        connection = _Connection(stdio or streamable_http_client(self._config.url), stdio)
+        connection = _Connection(stdio or http_transport(self._config.url, self._key), stdio)
         try:
             async with asyncio.timeout(limit) as deadline:
                 await connection.ready()
@@ -144,7 +158,11 @@ class McpServer:
             await connection.close(patient=not deadline.expired())
             if not isinstance(error, Exception):
                 raise
-            why = f"not ready within {self._where}.start_timeout_seconds = {limit:g}" if deadline.expired() else _first(error)
+            why = (
+                f"not ready within {self._where}.start_timeout_seconds = {limit:g}"
+                if deadline.expired()
+                else self._shown(_first(error))
+            )
             raise ToolError(f"{self._where}: the server did not come up: {why}{await connection.last_words()}") from error
         return connection
 
@@ -222,8 +240,7 @@ class _Connection:
 
 def _command(config: McpTool, where: str) -> list[str]:
     if not config.command:
-        if not str(config.url).startswith(("http://", "https://")):
-            raise ConfigError(f"{where}.url doesn't start with http:// or https://")
+        checked_url(f"{where}.url", str(config.url), example="http://127.0.0.1:8000/mcp")
         return []
     program, *arguments = config.command
     found = shutil.which(program)
@@ -275,4 +292,4 @@ def _first(error: BaseException) -> str:
     """The first real error in a group of them, which task groups raise."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", _SHOWN)
+    return f"{type(error).__name__}: {error}"

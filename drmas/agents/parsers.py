@@ -6,9 +6,10 @@ its own, `parser = "path/to/file.py:read"`, which takes the text and returns a `
     def read(text):
         return text.strip().lower(), text.strip() != ""
 
-A parser reads one response of its own agent and nothing else: what other agents or tools said can't pass for an answer. It only
-reads: the training row keeps the sampled ids whatever it finds (I1). To add one: write a factory that takes the arguments and
-returns a function of the text, and put it under `PARSERS`.
+A parser reads one response of its own agent and nothing else: what other agents or tools said can't pass for an answer. Nor
+can a thought: those under `PARSERS` get what is `spoken`; a function of yours gets the whole text. A parser only reads: the
+training row keeps the sampled ids whatever it finds (I1). To add one: write a factory that takes the arguments and returns a
+function of the text, and put it under `PARSERS`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from drmas.agents.user_code import is_file_spec, load_object
 from drmas.core.boxed import last_boxed
 from drmas.core.names import expected_names
+from drmas.core.tags import last_tagged
 from drmas.errors import ConfigError, TeamError
 
 
@@ -38,6 +40,19 @@ class Parsed:
 
 
 Parser = Callable[[str], Parsed]
+
+
+def spoken(text: str) -> str:
+    """`text` without its thoughts: what stands after its last </think>, nothing where a <think> after that is still open.
+
+    What an agent hands on to others is this too; `turn.text` is the whole response.
+
+    Example: spoken("<think>7? no</think>\\n\\n8") == "8"
+    """
+    _, closed, rest = text.rpartition("</think>")
+    if "<think>" in rest:
+        return ""
+    return rest.lstrip() if closed else text
 
 
 def text_parser(arguments: list[str]) -> Parser:
@@ -60,7 +75,7 @@ def tag_parser(arguments: list[str]) -> Parser:
     """The content of the last complete <NAME>...</NAME>; invalid without one: None, or leniently the whole text."""
     if len(arguments) != 1 or not re.fullmatch(r"[A-Za-z][\w-]*", arguments[0]):
         raise ConfigError(f"parser tag has the arguments {', '.join(arguments)!r}; expected one name: tag:answer")
-    return lambda text: _content(_last_tagged(text, arguments[0]), text)
+    return lambda text: _content(last_tagged(text, arguments[0]), text)
 
 
 def verdict_parser(arguments: list[str]) -> Parser:
@@ -112,7 +127,8 @@ def make_parser(spec: str) -> Parser:
     """
     name, _, rest = spec.partition(":")
     if name in PARSERS:
-        return PARSERS[name]([part.strip() for part in rest.split(",")] if rest else [])
+        parse = PARSERS[name]([part.strip() for part in rest.split(",")] if rest else [])
+        return lambda text: parse(spoken(text))
     if is_file_spec(spec):
         return _from_file(spec)
     raise ConfigError(f"parser is {spec!r}; {expected_names(name, PARSERS)}, or path/to/file.py:function")
@@ -158,7 +174,7 @@ def _plain(word: str) -> str:
 
 def _marked(text: str, tag: str) -> str:
     """The word in the last complete pair of `tag`, or the whole text where `tag` isn't opened; as `_words` has it."""
-    said = _last_tagged(text, tag)
+    said = last_tagged(text, tag)
     if said is None and f"<{tag}>" not in text.casefold():
         said = text
     return _plain(said or "")
@@ -167,14 +183,3 @@ def _marked(text: str, tag: str) -> str:
 def _content(found: str | None, text: str) -> Parsed:
     content = (found or "").strip()
     return Parsed(content or None, valid=bool(content), lenient=text.strip())
-
-
-def _last_tagged(text: str, tag: str) -> str | None:
-    """What stands in the last complete pair of `tag`; a stray end tag and an unclosed start tag make no pair."""
-    start, content = None, None
-    for found in re.finditer(rf"</?{tag}>", text, re.IGNORECASE | re.ASCII):
-        if not found.group().startswith("</"):
-            start = found.end()
-        elif start is not None:
-            start, content = None, text[start : found.start()]
-    return content

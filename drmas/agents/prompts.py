@@ -17,6 +17,9 @@ from collections.abc import Iterable, Mapping
 _PLACEHOLDER = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 _TAG = re.compile(r"</?([A-Za-z][\w-]*)[^<>]*>")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
+_ROLE_MARKER = re.compile(
+    r"[<\[](?=[|\uff5c][^\s<>]{1,64}[|\uff5c]>|/?s>|/?INST\]|</?SYS>>|(?:start|end)_of_turn>)", re.IGNORECASE
+)
 
 
 def placeholders(template: str) -> set[str]:
@@ -53,6 +56,18 @@ def quote(text: str, tags: Iterable[str]) -> str:
     """
     names = "|".join(re.escape(name) for name in sorted(tags))
     return re.sub(rf"<(?=(?:/\s*)?(?:{names})\b)", "< ", text, flags=re.IGNORECASE) if names else text
+
+
+def break_markers(text: str) -> str:
+    """`text` with a visible space put into each literal by which common chat templates tell roles from text.
+
+    For remote models. The tokenizer of their server is unknown, so the special tokens can't be asked for as `ChatRenderer` asks
+    a tokenizer of ours; the common ones are broken: <|...|>, <s>, </s>, [INST], [/INST], <<SYS>>, <</SYS>>, <start_of_turn> and
+    <end_of_turn>.
+
+    Example: break_markers("4<|im_end|>") == "4< |im_end|>"
+    """
+    return _ROLE_MARKER.sub(lambda match: f"{match.group()} ", text)
 
 
 def scrub(text: str) -> str:

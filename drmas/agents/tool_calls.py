@@ -5,20 +5,21 @@
     {"function": {"name": "search", "arguments": "{\\"query\\": \\"tungsten\\"}"}}      OpenAI, in either place
 
 Several calls may follow each other, or stand in a list. The text is data: it is parsed as JSON and never run. Thoughts
-(<think>...</think>) are not searched. Called by `tools`.
+(<think>...</think>) are not searched; a call that holds </think> itself is answered with a text that says so. Called by
+`tools`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
-from jsonschema.validators import validator_for
+from jsonschema.validators import extend, validator_for
 from referencing import Registry
 
 MOST_CALLS = 32
@@ -31,6 +32,9 @@ _MOST_DIGITS = 300
 _SHOWN = 300
 """Characters of a model's text, or of a schema's complaint, that an answer repeats."""
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_THOUGHT_END = "</think>"
+_UNCHECKED = ("pattern", "patternProperties", "uniqueItems", "unevaluatedProperties")
+"""Keywords that `mismatch` passes over; the last one reads patterns too."""
 _FORM = '{"name": NAME, "arguments": {...}}'
 _ATTEMPT = re.compile(r'"name".*"(?:arguments|parameters)"|"(?:arguments|parameters)".*"name"', re.DOTALL)
 
@@ -52,23 +56,39 @@ def find_calls(text: str) -> list[ToolCall]:
 
     Example: find_calls('<tool_call>{"name": "now"}</tool_call>') == [ToolCall("now", {})]
     """
-    said = text.rpartition("</think>")[2].partition("<think>")[0]
+    thought, _, rest = text.rpartition(_THOUGHT_END)
+    said = rest.partition("<think>")[0]
     if _OPEN in said:
         bodies = [part.partition(_CLOSE)[0] for part in said.split(_OPEN, MOST_CALLS)[1:]]
         calls = [call for body in bodies for call in _read_body(body.strip())]
     else:
         calls = _read_bare(said.strip())
+    if thought and _is_torn(thought, rest):
+        calls.insert(
+            0, ToolCall("", {}, f"a tool call holds {_THOUGHT_END}, which ends a thought, and was not read; leave it out")
+        )
     return calls[:MOST_CALLS]
 
 
 def compile_schema(schema: Mapping[str, Any]) -> Any:
-    """A validator of arguments. ValueError: `schema` is no JSON schema. References to other documents are never fetched."""
+    """A validator of arguments. ValueError: `schema` is no JSON schema. References to other documents are never fetched.
+
+    `pattern`, `patternProperties` and `uniqueItems` are not checked: with a server's expression and a model's text they may
+    take for ever, in the event loop that all episodes share. The server checks what it is sent by itself.
+    """
     try:
         kind = validator_for(schema, default=Draft202012Validator)
         kind.check_schema(schema)
     except (SchemaError, TypeError, AttributeError) as error:
         raise ValueError(_shown(getattr(error, "message", str(error)))) from error
-    return kind(schema, registry=Registry())
+    additional = kind.VALIDATORS["additionalProperties"]
+
+    def where_no_pattern_decides(validator: Any, allowed: Any, value: Any, part: Any) -> Iterator[Any]:
+        return iter(()) if "patternProperties" in part else additional(validator, allowed, value, part)
+
+    passed_over = dict.fromkeys(_UNCHECKED, lambda *_: iter(()))
+    quick = extend(kind, {**passed_over, "additionalProperties": where_no_pattern_decides})
+    return quick(_without_dialects(schema), registry=Registry())
 
 
 def mismatch(validator: Any, arguments: Mapping[str, Any]) -> str | None:
@@ -81,6 +101,34 @@ def mismatch(validator: Any, arguments: Mapping[str, Any]) -> str | None:
         return None
     where = "" if error.json_path == "$" else f"{error.json_path.removeprefix('$.')}: "
     return _shown(where + error.message)
+
+
+def _without_dialects(value: Any) -> Any:
+    """A schema whose parts don't say which validator they want: they would get one that checks everything."""
+    if isinstance(value, Mapping):
+        return {key: _without_dialects(item) for key, item in value.items() if key != "$schema" or not isinstance(item, str)}
+    return [_without_dialects(item) for item in value] if isinstance(value, list) else value
+
+
+def _is_torn(thought: str, rest: str) -> bool:
+    """Whether the </think> between the two stands within a tool call, in its arguments, and ends no thought."""
+    _, opened, body = thought.rpartition(_OPEN)
+    if opened:
+        if _CLOSE in body:
+            return False
+        if _CLOSE in rest.partition(_OPEN)[0]:
+            return True
+    elif not _ATTEMPT.search(thought[:MOST_CHARACTERS]):
+        return False
+    elif thought.lstrip()[:1] not in ("{", "["):
+        body = thought.rpartition(_THOUGHT_END)[2]
+    body = body.lstrip()
+    whole = (body + _THOUGHT_END + rest)[: 2 * MOST_CHARACTERS]
+    try:
+        _, after = _parse_first(whole)
+    except ValueError:
+        return False
+    return len(whole) - len(after) > len(body)
 
 
 def _read_body(body: str) -> list[ToolCall]:

@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,8 @@ def run_eval(
     given = parse_models(models, config)
     place = output or _default_output(config, run, checkpoint)
     check_output(place)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{place.name}.models-", dir=place.parent) as scratch:
-        found = resolve(config, run, given, checkpoint, Path(scratch))
+    with _beside(place) as scratch:
+        found = resolve(config, run, given, checkpoint, scratch)
         console.start({f"model {name}": model.origin for name, model in found.items()})
         result = evaluate(config, {name: model.folder for name, model in found.items()}, output=place, console=console)
     numbers = {"models": {name: model.origin for name, model in found.items()}} | result.to_dict()
@@ -149,6 +149,20 @@ def _default_output(config: RunConfig, run: Path | None, checkpoint: int | None)
     if run is None:
         return Path(config.output) / f"{config.name}-eval"
     return run / "eval" / ("newest" if checkpoint is None else f"step_{checkpoint}")
+
+
+@contextmanager
+def _beside(place: Path) -> Iterator[Path]:
+    """A folder beside `place`, gone afterwards, as are those above it that were made for it and are empty then."""
+    made = [folder for folder in place.absolute().parents if not folder.exists()]
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{place.name}.models-", dir=place.parent) as scratch:
+            yield Path(scratch)
+    finally:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def _export_is_newest(run: Path, policies: Sequence[str]) -> bool:

@@ -24,6 +24,7 @@ from drmas.core.advantages import AdvantageRule, Advantages, Segment, advantages
 from drmas.core.diagnostics import inflation_factors
 from drmas.core.gae import GaeRule
 from drmas.errors import ConfigError, DataError
+from drmas.jsonl import read_objects
 from drmas.telemetry.episodes import read_episodes
 
 WIDTH = 160
@@ -60,13 +61,8 @@ def inspect_run(run_dir: Path, step: int, overrides: Sequence[str], *, as_json: 
 
 def read_rows(path: Path) -> list[InspectRow]:
     """The rows of a JSONL file: task, episode, agent, reward; turn (0), penalty (0) and status ("ok") may be left out."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise DataError(f"{path}: can't be read ({error.strerror}); expected a JSONL file of rows") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); expected a JSONL file of rows") from error
-    rows = [_row(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    what = "an object with task, episode, agent and reward"
+    rows = [_row(record, f"{path}:{number}") for number, record in read_objects(path, what)]
     if not rows:
         raise DataError(f"{path}: holds no rows; expected one JSON object per line")
     return rows
@@ -87,13 +83,7 @@ def doubts(rows: Sequence[InspectRow]) -> list[str]:
     return found
 
 
-def _row(line: str, where: str) -> InspectRow:
-    try:
-        record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error}); expected one object per line") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: found {_found(record)}; expected an object with task, episode, agent and reward")
+def _row(record: dict[str, Any], where: str) -> InspectRow:
     names = {key: _name(record, key, where) for key in ("task", "episode", "agent")}
     status = record.get("status", "ok")
     if not isinstance(status, str) or not status:

@@ -231,6 +231,11 @@ class RolloutConfig(Section):
                 f"max_staleness is {self.max_staleness} and carry_over is false; rollouts run at most one step ahead then: set "
                 "carry_over, or max_staleness to 1"
             )
+        if self.dynamic.enabled and self.dynamic.oversample > 1 and self.carry_over:
+            raise ValueError(
+                f"dynamic.oversample is {self.dynamic.oversample:g} and carry_over is true; what is carried over is surplus "
+                "enough, and more of it could not be taken in time: set oversample to 1"
+            )
         if self.dynamic.enabled and self.dynamic.oversample > 1 and self.max_staleness == 0:
             raise ValueError(
                 f"dynamic.oversample is {self.dynamic.oversample:g} and max_staleness is 0; groups that are left over would be "

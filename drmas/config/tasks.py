@@ -19,6 +19,8 @@ class SearchTool(Section):
     url: str | None = None
     """A server of `POST /retrieve` (`drmas serve-retriever`, Search-R1's, the method's first implementation's); several
     separated by spaces take turns. If unset, an index in this process over `corpus`."""
+    api_key_env: str | None = None
+    """The environment variable that holds the servers' key; the key itself never stands in a configuration."""
     corpus: str = "facts"
     """`facts` (packaged), or a JSONL file of passages: `contents`, and optionally `id` and `title`."""
     index: Literal["bm25", "dense"] = "bm25"
@@ -32,6 +34,12 @@ class SearchTool(Section):
     cache_size: Annotated[int, Field(ge=0)] = 10000
     """Answers that are kept, by query and number of passages."""
 
+    @model_validator(mode="after")
+    def _key_for_a_server(self) -> SearchTool:
+        if self.api_key_env is not None and self.url is None:
+            raise ValueError("api_key_env holds the key of the servers at url; set url, or leave it out")
+        return self
+
 
 class McpTool(Section):
     """The tools of a Model Context Protocol server, started by `command` or reached at `url`."""
@@ -39,6 +47,8 @@ class McpTool(Section):
     type: Literal["mcp"] = "mcp"
     command: list[str] = []
     url: str | None = None
+    api_key_env: str | None = None
+    """The environment variable that holds the key of the server at `url`; the key itself never stands in a configuration."""
     allow: list[str] = []
     """The server's tools that agents may be given; all it lists if empty."""
     pass_env: list[str] = []
@@ -52,6 +62,8 @@ class McpTool(Section):
     def _one_way(self) -> McpTool:
         if bool(self.command) == (self.url is not None):
             raise ValueError("an MCP server is started by command or reached at url; set one of the two")
+        if self.api_key_env is not None and self.url is None:
+            raise ValueError("api_key_env holds the key of a server at url; a command gets its key by pass_env")
         return self
 
 
@@ -186,7 +198,8 @@ class RewardConfig(Section):
     without case, punctuation and articles (SQuAD); `gym` asks the reasoning-gym generator that made the task, in killable
     workers too. Of several accepted answers the best counts."""
     by_source: dict[str, RewardType] = {}
-    """Task source -> the type that its tasks have instead, for mixes."""
+    """Task source -> the type that its tasks have instead, for mixes. What stands before a source's first "/" names it too:
+    `facts` is `facts/1` and `facts/2`. A name that no source of `data` or `eval.data` has is refused."""
     timeout_seconds: PositiveFloat = 10.0
     """Of one verdict of `math` or `gym`."""
     workers: PositiveInt = 1

@@ -1,4 +1,4 @@
-"""Which task of a source comes next: each in its turn (`InTurn`), or by how often it was solved (`BySuccess`).
+"""Which task of a source comes next: one after the other (`InOrder`), or by how often it was solved (`BySuccess`).
 
 Called by `source`, with a seed's text. What is drawn is a function of that text, the number of draws before, and the success
 rates reported before, in their order (I9). `state` is JSON, and `restore` goes on from it.
@@ -15,7 +15,7 @@ _TRIES = 1000
 """Candidates of one draw; where none is taken, there is next to nothing near the target."""
 
 
-class InTurn:
+class InOrder:
     """Every task once an epoch, in an order of its own each epoch: a function of (seed, epoch)."""
 
     def __init__(self, size: int, seed: str) -> None:
@@ -44,7 +44,7 @@ class InTurn:
 
 
 class BySuccess:
-    """Tasks by their success rate, most often at `config.target`; a share of the draws goes through all of them in turn.
+    """Tasks by their success rate, most often at `config.target`; a share of the draws goes through all of them in order.
 
     A task's rate starts at the target, and each report moves it: rate += smoothing * (success - rate). A draw takes tasks at
     random and keeps one with probability `appeal(rate)`, so that tasks come in proportion to it, those that never came at the
@@ -53,7 +53,7 @@ class BySuccess:
 
     def __init__(self, size: int, seed: str, config: CurriculumConfig) -> None:
         self._size, self._seed, self._config = size, seed, config
-        self._turns = InTurn(size, seed)
+        self._all = InOrder(size, seed)
         self._draws = 0
         self._rates: dict[int, float] = {}
         self._times: dict[int, int] = {}
@@ -63,7 +63,7 @@ class BySuccess:
         """A task's index, and how often it came before."""
         draw = random.Random(f"{self._seed}/draw/{self._draws}")
         self._draws += 1
-        index = self._in_turn() if draw.random() < self._config.explore else self._by_rate(draw)
+        index = self._in_order() if draw.random() < self._config.explore else self._by_rate(draw)
         self._out.add(index)
         self._times[index] = (times := self._times.get(index, 0)) + 1
         return index, times
@@ -78,19 +78,19 @@ class BySuccess:
     def state(self) -> dict[str, Any]:
         """Grows with the tasks that were drawn, not with the draws: [index, times drawn, rate or null] each."""
         drawn = [[index, times, self._rates.get(index)] for index, times in sorted(self._times.items())]
-        return {"draws": self._draws, "in_turn": self._turns.state(), "drawn": drawn, "out": sorted(self._out)}
+        return {"draws": self._draws, "in_order": self._all.state(), "drawn": drawn, "out": sorted(self._out)}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._draws = state["draws"]
-        self._turns.restore(state["in_turn"])
+        self._all.restore(state["in_order"])
         self._times = {index: times for index, times, _ in state["drawn"]}
         self._rates = {index: rate for index, _, rate in state["drawn"] if rate is not None}
         self._out = set(state["out"])
 
-    def _in_turn(self) -> int:
-        index, _ = self._turns.next()
+    def _in_order(self) -> int:
+        index, _ = self._all.next()
         while index in self._out and len(self._out) < self._size:
-            index, _ = self._turns.next()
+            index, _ = self._all.next()
         return index
 
     def _by_rate(self, draw: random.Random) -> int:
@@ -100,7 +100,7 @@ class BySuccess:
             rate = self._rates.get(index, self._config.target)
             if (all_out or index not in self._out) and draw.random() < appeal(rate, self._config.target):
                 return index
-        return self._in_turn()
+        return self._in_order()
 
 
 def appeal(rate: float, target: float) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 from drmas.envs.fields import TaskTable, accepted_of, paths_of, text_of, with_answers
 from drmas.errors import DataError
+from drmas.jsonl import read_objects
 from drmas.types import Task
 
 _KNOWN = ("prompt", "question", "answer", "answers", "id", "source")
@@ -36,34 +37,14 @@ def read_jsonl(path: str | Path) -> list[Task]:
 
 def json_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """The file's objects with their line numbers (from 1) and how errors name their place."""
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise DataError(f"data.path {file}: {error.strerror or error}; expected a JSONL file") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"data.path {file}: not UTF-8 at byte {error.start}; expected a JSONL file in UTF-8") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            where = f"{file}:{number}"
-            yield number, where, _object(line, where)
+    for number, row in read_objects(file, "an object with prompt and answer", key="data.path"):
+        yield number, f"{file}:{number}", row
 
 
 def task_line(task: Task) -> str:
     """`task` as a line that `read_jsonl` reads back as the same task."""
     row = {"id": task.id, "question": task.question, "answer": task.truth}
     return json.dumps(row | ({"source": task.source} if task.source else {}) | task.extra, ensure_ascii=False) + "\n"
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}; expected one object per line") from error
-    except (RecursionError, ValueError) as error:  # nested too deep; a number with thousands of digits
-        raise DataError(f"{where}: can't be read: {error}; expected one object per line") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: holds a {type(row).__name__}; expected an object with prompt and answer")
-    return row
 
 
 def _task(row: dict[str, Any], where: str, default_id: str) -> Task:

@@ -33,7 +33,7 @@ from drmas.types import Task
 Row = dict[str, Any]
 
 _INSTRUCTION = re.compile(
-    r"(?:\s|\\n)*let['’]?s\s+think\s+step\s+by\s+step\s+and\s+output\s+the\s+final\s+answer\s+(?:with)?in\s*\\boxed\{\}\.?\s*\Z",
+    r"let['’]?s\s+think\s+step\s+by\s+step\s+and\s+output\s+the\s+final\s+answer\s+(?:with)?in\s*\\boxed\{\}\.?\s*\Z",
     re.IGNORECASE,
 )
 """What DAPO-filter writes below each problem; agents have instructions of their own."""
@@ -77,8 +77,17 @@ def problem_task(row: Row, where: str, task_id: str) -> Task:
 def instructed_task(row: Row, where: str, task_id: str) -> Task:
     """Of a row of DAPO-filter: verl's schema, with an instruction below the problem."""
     task = task_of_row({"prompt": row.get("prompt"), "reward_model": row.get("reward_model")}, where, task_id)
-    question = text_of(_INSTRUCTION.sub("", task.question), where, "prompt.content", "question")
+    question = text_of(_without_instruction(task.question), where, "prompt.content", "question")
     return replace(task, question=question)
+
+
+def _without_instruction(question: str) -> str:
+    """In time linear in its length: the blanks before the instruction, and "\\n" written out, are matched backwards."""
+    found = _INSTRUCTION.search(question)
+    if found is None:
+        return question
+    backwards = question[: found.start()][::-1]
+    return backwards[re.match(r"(?:\s|n\\)*", backwards).end() :][::-1]
 
 
 def question_task(row: Row, where: str, task_id: str) -> Task:

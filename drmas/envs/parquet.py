@@ -8,7 +8,8 @@
 | `data_source` | `Task.source` |
 | `extra_info` | `id`, else source, `split` and `index`, name the task; else the file and the row do |
 
-Called by `tasks`, and for its rows by `hub`. Rows count from 0. A DataError names the file, the row and the column.
+Teams that want a system message read it there themselves. Called by `tasks`, and for its rows by `hub`. Rows count from 0. A
+DataError names the file, the row and the column.
 """
 
 from __future__ import annotations

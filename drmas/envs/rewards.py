@@ -6,10 +6,11 @@ A reward is awaited by the collector, once per episode. No answer is a legitimat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from drmas.config.tasks import RewardConfig, RewardType
+from drmas.core.names import expected_names
 from drmas.envs.generated import gym_truth
 from drmas.envs.grading import GraderPool
 from drmas.envs.math import MathGrader
@@ -81,13 +82,14 @@ class GymReward:
 
 
 class BySource:
-    """The reward of the task's source; `default` for sources that have none of their own."""
+    """The reward of the task's source (`source_key`); `default` for sources that have none of their own."""
 
     def __init__(self, rewards: Mapping[str, Reward], default: Reward) -> None:
         self._rewards, self._default = dict(rewards), default
 
     async def __call__(self, task: Task, answer: str | None) -> float:
-        return await self._rewards.get(task.source, self._default)(task, answer)
+        key = source_key(task.source, self._rewards)
+        return await (self._default if key is None else self._rewards[key])(task, answer)
 
     def close(self) -> None:
         for reward in (*self._rewards.values(), self._default):
@@ -102,11 +104,27 @@ def make_reward(config: RewardConfig) -> Reward:
     return BySource({source: made[name] for source, name in config.by_source.items()}, made[config.type])
 
 
-def check_reward(config: RewardConfig, examples: Iterable[Task]) -> None:
-    """ConfigError where a task, one of each source, can't be graded by the reward that it would get. Called at start."""
+def source_key(source: str, keys: Collection[str]) -> str | None:
+    """Which key of `reward.by_source` a task's source has: its own, else what stands before its first "/", else None.
+
+    Example: source_key("facts/1", {"facts": "em"}) == "facts"
+    """
+    return next((key for key in (source, source.partition("/")[0]) if key in keys), None)
+
+
+def check_reward(
+    config: RewardConfig, examples: Sequence[Task], others: Callable[[], Sequence[Task] | None] = lambda: ()
+) -> None:
+    """ConfigError where a task can't be graded by the reward that it would get, or a key of `by_source` names no source.
+
+    `examples`: a task of each source of the data at hand. `others` gives those of the run's other data, whose sources may be
+    named too; it is asked only where a key is none of the examples', and None says that they aren't there to be looked at.
+    Called at start.
+    """
     for task in examples:
-        name = config.by_source.get(task.source, config.type)
-        key = f"reward.by_source.{task.source}" if task.source in config.by_source else "reward.type"
+        found = source_key(task.source, config.by_source)
+        name = config.type if found is None else config.by_source[found]
+        key = "reward.type" if found is None else f"reward.by_source.{found}"
         if name == "gym" and "gym" not in task.extra:
             raise ConfigError(
                 f"{key} is gym, and the task {task.id} isn't made by a reasoning-gym generator; choose another type"
@@ -116,6 +134,7 @@ def check_reward(config: RewardConfig, examples: Iterable[Task]) -> None:
                 f"{key} is {name}, and the task {task.id} has no one right answer: its generator scores answers by a rule of "
                 f"its own; set {key} to gym"
             )
+    _check_sources(config, examples, others)
 
 
 def accepted_answers(task: Task) -> list[str]:
@@ -124,6 +143,21 @@ def accepted_answers(task: Task) -> list[str]:
     if not accepted:
         raise GraderError(f"the task {task.id} has no truth to compare with; its generator's own rule is reward.type gym")
     return accepted
+
+
+def _check_sources(config: RewardConfig, examples: Sequence[Task], others: Callable[[], Sequence[Task] | None]) -> None:
+    sources = {task.source for task in examples}
+    if not _unknown(config, sources) or (more := others()) is None:
+        return
+    sources |= {task.source for task in more}
+    if unknown := _unknown(config, sources):
+        expected = expected_names(unknown[0], filter(None, sources))
+        raise ConfigError(f"reward.by_source names {unknown[0]!r}, and no task has that source; {expected}")
+
+
+def _unknown(config: RewardConfig, sources: Collection[str]) -> list[str]:
+    """The keys of `by_source` that no source has, nor the part of one before its first "/"."""
+    return [key for key in config.by_source if not any(source_key(source, (key,)) == key for source in sources)]
 
 
 def _exact(answer: str, accepted: Sequence[str]) -> float:

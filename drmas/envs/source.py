@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from drmas.config.tasks import CurriculumConfig, DataConfig
-from drmas.envs.curriculum import BySuccess, InTurn
+from drmas.envs.curriculum import BySuccess, InOrder
 from drmas.envs.mix import Rota
 from drmas.envs.tasks import fingerprint, parts_of
 from drmas.errors import CheckpointError
@@ -35,11 +35,11 @@ class TaskSource:
             "tasks": fingerprint(self._parts),
             "curriculum": rule.model_dump(exclude={"enabled"}) if rule else None,
         }
-        self._draws: list[InTurn | BySuccess] = []
+        self._draws: list[InOrder | BySuccess] = []
         for part in self._parts:
             key = f"{seed}/{part.name}" if part.name else str(seed)
             size = len(part.tasks)
-            self._draws.append(BySuccess(size, key, rule) if rule else InTurn(size, key))
+            self._draws.append(BySuccess(size, key, rule) if rule else InOrder(size, key))
         self._out: dict[str, tuple[int, int]] = {}
         self._reported: dict[str, tuple[int, float]] = {}
         """Since `stats` was last asked: source -> groups, and the sum of their success rates."""
@@ -49,8 +49,14 @@ class TaskSource:
         return sum(len(part.tasks) for part in self._parts)
 
     def examples(self) -> list[Task]:
-        """The first task of each part, for checks at start; none is taken."""
-        return [part.task(0) for part in self._parts]
+        """The first task of each source, for checks at start; none is taken."""
+        found: dict[str, Task] = {}
+        for part in self._parts:
+            one_source = part.name or hasattr(part.tasks, "fingerprint")  # a part of a mix, or a generator's
+            for index in range(1 if one_source else len(part.tasks)):
+                task = part.task(index)
+                found.setdefault(task.source, task)
+        return list(found.values())
 
     def take(self, count: int) -> list[Task]:
         """The next `count` tasks. A task that comes again has in its id how often it came (`train/7@1`), so that a task that
@@ -92,7 +98,7 @@ class TaskSource:
         """Where the source stands, as JSON; for `restore`."""
         out = {name: list(place) for name, place in self._out.items()}
         parts = [draws.state() for draws in self._draws]
-        return {**self._identity, "turns": list(self._rota.counts), "parts": parts, "out": out}
+        return {**self._identity, "draws": list(self._rota.counts), "parts": parts, "out": out}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from `state`. CheckpointError if it was taken from other tasks, another seed or another curriculum."""
@@ -102,7 +108,7 @@ class TaskSource:
                     f"the checkpoint's task source has {key} {theirs}, this run's has {mine}; resume with the data, the "
                     f"curriculum and the seed of the checkpoint's config.json, or start a new run"
                 )
-        self._rota.counts = list(state["turns"])
+        self._rota.counts = list(state["draws"])
         for draws, theirs in zip(self._draws, state["parts"], strict=True):
             draws.restore(theirs)
         self._out = {name: (part, index) for name, (part, index) in state["out"].items()}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,14 +111,18 @@ class Collector:
             for opened in (self.tools, *self.remotes.values()):
                 if opened is not None:
                     self._loop.run(opened.start())
-        except (ToolError, EngineError) as error:
-            raise RolloutError(str(error)) from error
-        if self.tools is not None:
-            for agent in self.team.agents.values():
+            for agent in self.team.agents.values() if self.tools is not None else ():
                 self.tools.specs(agent.tools)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, ToolError | EngineError):
+                raise RolloutError(str(error)) from error
+            raise
 
     def close(self) -> None:
         """Cancel what runs and close tools and remote models; harmless when repeated."""
+        if self._loop.closed:
+            return
         self._loop.call(self._cancel)
         for opened in (self.tools, *self.remotes.values()):
             if opened is not None:
@@ -137,15 +141,14 @@ class Collector:
         tasks: Sequence[Task],
         *,
         step: int,
-        only: Iterable[tuple[int, int]] | None = None,
         on_progress: Callable[[Episode], None] | None = None,
     ) -> list[Episode]:
-        """One episode per (task, sample), in that order; with `only`, one per (task index, sample) of it, in its order.
+        """`group_size` episodes per task, in the order of the tasks; waits for all of them.
 
-        Waits for all of them. `on_progress` gets each episode when it is done. What needs an engine that died fails, as nobody
-        brings it back meanwhile. ValueError: two tasks with one id, or one episode twice.
+        `on_progress` gets each episode when it is done. What needs an engine that died fails, as nobody brings it back
+        meanwhile. ValueError: two tasks with one id.
         """
-        rollout = self.rollout(tasks, step=step, only=only, on_progress=on_progress)
+        rollout = self.rollout(tasks, step=step, on_progress=on_progress)
         self.submit([rollout])
         while not self.wait(lambda: rollout.done):
             for policy in self.dead:
@@ -157,7 +160,6 @@ class Collector:
         tasks: Sequence[Task],
         *,
         step: int,
-        only: Iterable[tuple[int, int]] | None = None,
         on_progress: Callable[[Episode], None] | None = None,
     ) -> Rollout:
         """The episodes that `collect` would run, for `submit`.
@@ -165,10 +167,10 @@ class Collector:
         An episode's seeds depend on nothing but the run's seed, the step and its own place, so that running one again gives it
         the same ones (I9).
         """
-        cells = [(i, k) for i in range(len(tasks)) for k in range(self.config.group_size)] if only is None else list(only)
-        if len({tasks[index].id for index, _ in cells}) < len({index for index, _ in cells}) or len(set(cells)) < len(cells):
-            raise ValueError("two of the episodes have the same task id and sample; expected distinct ones (I4)")
-        return Rollout([Episode(task=tasks[index], sample=sample) for index, sample in cells], step, on_progress)
+        if len({task.id for task in tasks}) < len(tasks):
+            raise ValueError("two of the tasks have the same id; expected distinct ones (I4)")
+        episodes = [Episode(task=task, sample=sample) for task in tasks for sample in range(self.config.group_size)]
+        return Rollout(episodes, step, on_progress)
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
         """Start rollouts, all at once: engines don't step between them."""

@@ -20,11 +20,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from drmas.errors import EngineDied, EngineError, EngineTimeout, TurnTimeout
+from drmas.rollout.deadline import Deadline
 from drmas.rollout.engine import Completion, Engine, Sampling
 
 logger = logging.getLogger(__name__)
@@ -40,16 +41,7 @@ class _Request:
     episode: str
     task: asyncio.Task[Completion]
     delivery: asyncio.Future[Completion]
-
-
-class Clock(Protocol):
-    """What a request has to do with its episode's time; `drmas.rollout.player.Clock` is it."""
-
-    def held(self) -> AbstractContextManager[None]:
-        """The episode's deadline stands still inside."""
-
-    def retried(self) -> None:
-        """A request of the episode is put again."""
+    deadlines: tuple[Deadline, Deadline]
 
 
 class Gate:
@@ -119,20 +111,33 @@ class Gate:
         self._note()
 
     async def generate(
-        self, policy: str, episode: str, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int, key: str, clock: Clock
+        self,
+        policy: str,
+        episode: str,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        seed: int,
+        key: str,
+        deadline: Deadline,
+        on_retry: Callable[[], None] = lambda: None,
     ) -> Completion:
         """`Engine.generate` of `policy`, for a live `episode`; put again when the engine died under it, or stalled once.
 
-        EngineDied: the engine was given up. TurnTimeout: an attempt took longer than a turn may.
+        `deadline` is the episode's; it stands still while an engine is being replaced. `on_retry` is called when the request is
+        put again. EngineDied: the engine was given up. TurnTimeout: an attempt took longer than a turn may.
         """
         stalled = False
         while True:
-            await self._served(policy, clock)
+            await self._served(policy, deadline)
             life = self._lives[policy]
             answer = self._engines[policy].generate(prompt_ids, sampling, seed=seed, key=key)
+            turn = Deadline(self._turn_timeout)
             try:
-                async with asyncio.timeout(self._turn_timeout) as deadline:
-                    return await (self._delivered(policy, episode, key, answer) if self._deterministic else answer)
+                async with turn.running:
+                    if not self._deterministic:
+                        return await answer
+                    return await self._delivered(policy, episode, key, answer, (deadline, turn))
             except EngineDied as error:
                 if life == self._lives[policy]:  # else it died before, and is back already
                     self._bury(policy, error)
@@ -141,26 +146,33 @@ class Gate:
                     raise
                 stalled = True
             except TimeoutError as error:
-                if not deadline.expired():
+                if not turn.expired:
                     raise
                 limit = f"rollout.turn_timeout_seconds = {self._turn_timeout:g}"
                 raise TurnTimeout(f"{key}: no response after {limit}") from error
-            clock.retried()
+            on_retry()
 
-    async def _served(self, policy: str, clock: Clock) -> None:
+    async def _served(self, policy: str, deadline: Deadline) -> None:
         """Until the policy's engine isn't known to be dead. EngineDied: it was given up."""
         while policy in self._dead:
             if policy in self._given_up:
                 raise self._death(policy)
-            with clock.held():
+            with deadline.held():
                 await self._back.setdefault(policy, asyncio.Event()).wait()
 
-    async def _delivered(self, policy: str, episode: str, key: str, answer: Coroutine[Any, Any, Completion]) -> Completion:
+    async def _delivered(
+        self,
+        policy: str,
+        episode: str,
+        key: str,
+        answer: Coroutine[Any, Any, Completion],
+        deadlines: tuple[Deadline, Deadline],
+    ) -> Completion:
         task = asyncio.create_task(answer)
         # nobody may be left to read how a cancelled or buried request ended
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         delivery = asyncio.get_running_loop().create_future()
-        self._requests[key] = _Request(policy, episode, task, delivery)
+        self._requests[key] = _Request(policy, episode, task, delivery, deadlines)
         self._live.add(episode)  # again, if the others lost patience with it
         self._note()
         try:
@@ -187,7 +199,7 @@ class Gate:
                     self._bury(policy, outcome)
                 elif isinstance(outcome, BaseException):
                     raise outcome
-                elif not outcome and waiting[policy] == self._waiting_for(policy):
+                elif not outcome and waiting[policy] == self._waiting_for(policy) and not self._any_done(policy):
                     count = len(waiting[policy])
                     self._bury(policy, EngineDied(f"the engine advanced without a result while {count} requests waited"))
                 else:
@@ -199,17 +211,19 @@ class Gate:
 
     async def _all_waiting(self) -> None:
         """Until there are live episodes, each of them waits, and nothing more is on its way."""
+        loop, until = asyncio.get_running_loop(), None
         while True:
             events = self._events
             if self.dead:
-                self._changed.clear()
-                await self._changed.wait()
+                await self._all_alive()
                 continue
             blocked = {request.episode for request in self._requests.values()}
             if not self._live or not self._live <= blocked:
+                if blocked and until is None:
+                    until = loop.time() + self._patience
                 self._changed.clear()
                 try:
-                    async with asyncio.timeout(self._patience if blocked else None):
+                    async with asyncio.timeout_at(until if blocked else None):
                         await self._changed.wait()
                 except TimeoutError:
                     late = sorted(self._live - blocked)
@@ -222,6 +236,20 @@ class Gate:
                 await asyncio.sleep(0)
             if events == self._events:
                 return
+
+    async def _all_alive(self) -> None:
+        """Until no engine is dead; meanwhile no deadline of a request that waits here comes closer."""
+        with ExitStack() as stack:
+            for request in self._requests.values():
+                for deadline in request.deadlines:
+                    stack.enter_context(deadline.held())
+            while self.dead:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _any_done(self, policy: str) -> bool:
+        """Whether a request of the policy has ended, in an error of its own then: the advance named none."""
+        return any(request.task.done() for request in self._requests.values() if request.policy == policy)
 
     def _deliver(self, keys: Iterable[str]) -> None:
         """Hand out the results of `keys`, in key order, so that the episodes resume in that order."""

@@ -5,7 +5,7 @@
     loop.call(function, argument)  # runs it in the loop, waits for nothing
     loop.close()
 
-Used by the collector.
+A task that raises SystemExit, as a user's code may, ends itself alone. Used by the collector.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
+
+END_SECONDS = 10.0
+"""How long what is cancelled may take to end when the loop is closed; what takes longer is left to the process's end."""
 
 Result = TypeVar("Result")
 
@@ -23,8 +27,13 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        return self._loop.is_closed()
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """The coroutine's result, or what it raises. An interrupt while waiting cancels it."""
@@ -41,17 +50,24 @@ class LoopThread:
 
     def close(self) -> None:
         """Cancel what runs, wait for it to end, stop; harmless when repeated."""
-        if self._loop.is_closed():
+        if self.closed:
             return
         asyncio.run_coroutine_threadsafe(_end_all(), self._loop).result()
+        self._ending = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def _run(self) -> None:
+        while not self._ending:
+            with suppress(SystemExit, KeyboardInterrupt):  # asyncio keeps it for the task, and raises it out of here as well
+                self._loop.run_forever()
 
 
 async def _end_all() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    if others:
+        await asyncio.wait(others, timeout=END_SECONDS)
     await asyncio.get_running_loop().shutdown_asyncgens()

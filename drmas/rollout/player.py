@@ -13,8 +13,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from drmas.agents.agent import AgentConfig
@@ -25,7 +24,8 @@ from drmas.agents.tools import Toolbox
 from drmas.config.schema import RolloutConfig
 from drmas.core.names import expected_names
 from drmas.core.seeds import sample_seed
-from drmas.errors import EngineDied, EngineError, EngineTimeout, PromptTooLong, ToolError, TurnTimeout
+from drmas.errors import EngineError, PromptTooLong, ToolError, TurnTimeout
+from drmas.rollout.deadline import Deadline
 from drmas.rollout.engine import Completion, Sampling
 from drmas.rollout.gate import Gate
 from drmas.telemetry.trace import span
@@ -69,17 +69,17 @@ class Player:
         """Run the team; sets the answer, or the failure."""
         started = time.perf_counter()
         limit = self._config.episode_timeout_seconds
-        clock = Clock(episode, limit)
-        calls = self._calls(episode, step, clock)
+        deadline = Deadline(limit)
+        calls = self._calls(episode, step, deadline)
         try:
-            async with clock.deadline:
+            async with deadline.running:
                 _settle(episode, await self._team.run(episode.task, Agents(calls)), self._agents)
         except asyncio.CancelledError as error:
             if _being_cancelled():
                 raise
             _fail(episode, "team", self._said(error))
-        except Exception as error:  # the boundary to the user's code: whatever it raises fails this episode alone
-            if clock.deadline.expired():
+        except (Exception, SystemExit) as error:  # the boundary to the user's code: whatever it raises fails this episode alone
+            if deadline.expired:
                 _fail(episode, "timeout", f"not done after rollout.episode_timeout_seconds = {limit:g}")
             else:
                 _fail(episode, "team", self._said(error))
@@ -87,7 +87,7 @@ class Player:
             await calls.close()
             episode.seconds = time.perf_counter() - started
         if (trouble := calls.trouble) is not None:
-            _fail(episode, _kind(trouble), str(trouble), transient=isinstance(trouble, EngineDied | EngineTimeout))
+            _fail(episode, _kind(trouble), str(trouble))
 
     async def grade(self, episode: Episode) -> None:
         """The reward of an episode that didn't fail."""
@@ -95,7 +95,7 @@ class Player:
             try:
                 with span("grade", episode=episode.id):
                     reward = float(await self._reward(episode.task, episode.answer))
-            except Exception as error:  # the boundary to graders, which may be the user's: trouble is never a reward of 0 (I3)
+            except (Exception, SystemExit) as error:  # the boundary to graders, which may be the user's (I3)
                 _fail(episode, "grader", str(error) or type(error).__name__)
             else:
                 if math.isfinite(reward):
@@ -106,10 +106,15 @@ class Player:
             first_line = episode.failure.message.partition("\n")[0]
             logger.warning("episode %s failed (%s): %s", episode.id, episode.failure.kind, first_line)
 
-    def _calls(self, episode: Episode, step: int, clock: Clock) -> Calls:
+    def _calls(self, episode: Episode, step: int, deadline: Deadline) -> Calls:
+        def again() -> None:
+            episode.retried += 1
+
         async def generate(agent: AgentConfig, prompt_ids: Sequence[int], *, seed: int, key: str) -> Completion:
             sampling = self._sampling(agent)
-            return await self._gate.generate(agent.policy, episode.id, prompt_ids, sampling, seed=seed, key=key, clock=clock)
+            return await self._gate.generate(
+                agent.policy, episode.id, prompt_ids, sampling, seed=seed, key=key, deadline=deadline, on_retry=again
+            )
 
         async def ask_remote(agent: AgentConfig, messages: Sequence[Message], *, seed: int, key: str) -> Any:
             return await self._remotes[agent.policy].ask(agent, messages, seed=seed, key=key)
@@ -131,35 +136,6 @@ class Player:
         file = getattr(sys.modules.get(type(self._team).__module__), "__file__", None)
         own = [frame for frame in frames if frame.filename == file] or frames
         return f"{type(error).__name__}: {error} ({own[-1].filename}:{own[-1].lineno})"
-
-
-class Clock:
-    """An episode's deadline, which stands still while a dead engine is being replaced under it."""
-
-    def __init__(self, episode: Episode, seconds: float) -> None:
-        self.deadline = asyncio.timeout(seconds)
-        self._episode = episode
-        self._holds = 0
-        self._left = 0.0
-
-    def retried(self) -> None:
-        self._episode.retried += 1
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """The deadline doesn't come closer inside; several may hold it at once."""
-        loop = asyncio.get_running_loop()
-        if self._holds == 0:
-            self._left = self.deadline.when() - loop.time()
-            self.deadline.reschedule(None)
-        self._holds += 1
-        try:
-            yield
-        finally:
-            self._holds -= 1
-            if self._holds == 0:
-                with suppress(RuntimeError):  # the team has returned meanwhile, and left this call behind
-                    self.deadline.reschedule(loop.time() + self._left)
 
 
 def _as_configured(agent: AgentConfig) -> Sampling:
@@ -194,8 +170,8 @@ def _kind(trouble: Exception) -> FailureKind:
     return next(kind for error, kind in _KINDS.items() if isinstance(trouble, error))
 
 
-def _fail(episode: Episode, kind: FailureKind, message: str, *, transient: bool = False) -> None:
-    episode.failure = Failure(kind, message, transient)
+def _fail(episode: Episode, kind: FailureKind, message: str) -> None:
+    episode.failure = Failure(kind, message)
     episode.answer = episode.reward = None
     episode.agent_rewards = {}
 

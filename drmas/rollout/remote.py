@@ -16,7 +16,6 @@ import asyncio
 import email.utils
 import json
 import logging
-import os
 import random
 import re
 import time
@@ -29,7 +28,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from drmas.agents.agent import AgentConfig
 from drmas.config.schema import RemoteConfig
-from drmas.errors import ConfigError, EngineError, EngineStartError, EngineTimeout
+from drmas.core.endpoints import bearer, checked_url, key_of, without_key
+from drmas.errors import EngineError, EngineStartError, EngineTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Remote:
     def __init__(self, name: str, config: RemoteConfig) -> None:
         """ConfigError: the URL isn't one, or has a user or a password in it."""
         self._name, self._config = name, config
-        self._url = _checked_url(name, config.url)
+        self._url = checked_url(f"remotes.{name}.url", config.url, example="http://127.0.0.1:8000/v1").rstrip("/")
         self._client: httpx.AsyncClient | None = None
         self._room: asyncio.Semaphore | None = None
         self._secret = ""
@@ -100,10 +100,8 @@ class Remote:
 
         ConfigError: the key's environment variable isn't set. EngineStartError: no answer, or a refusal (of the key, say).
         """
-        self._secret = self._key()
-        headers = {"Content-Type": "application/json"}
-        if self._secret:
-            headers["Authorization"] = f"Bearer {self._secret}"
+        self._secret = key_of(f"remotes.{self._name}.api_key_env", self._config.api_key_env)
+        headers = {"Content-Type": "application/json", **bearer(self._secret)}
         limits = httpx.Limits(max_connections=self._config.max_concurrent)
         self._client = httpx.AsyncClient(headers=headers, timeout=None, limits=limits)
         self._room = asyncio.Semaphore(self._config.max_concurrent)
@@ -194,17 +192,6 @@ class Remote:
                 raise EngineError(f"{self._who(path)} sent more than {MOST_REPLY_BYTES} bytes; expected a chat completion")
         return bytes(body)
 
-    def _key(self) -> str:
-        variable = self._config.api_key_env
-        if variable is None:
-            return ""
-        setting, found = f"remotes.{self._name}.api_key_env", os.environ.get(variable, "").strip()
-        if not found:
-            raise ConfigError(f"{setting} is {variable!r}, which isn't set in the environment; put the key there")
-        if not found.isascii() or not found.isprintable():
-            raise ConfigError(f"the environment variable {variable} ({setting}) has signs that no header can carry")
-        return found
-
     def _who(self, path: str, key: str = "") -> str:
         place = f"remote {self._name} ({self._url}/{path})"
         return f"{place}, asked for {key}," if key else place
@@ -220,9 +207,7 @@ class Remote:
 
     def _clean(self, text: str) -> str:
         """`text` short, in one line, and without the key, which some servers send back."""
-        if self._secret:
-            text = text.replace(self._secret, "[key]")
-        line = " ".join(text.split())
+        line = " ".join(without_key(text, self._secret).split())
         return line if len(line) <= MOST_MESSAGE_CHARACTERS else f"{line[:MOST_MESSAGE_CHARACTERS]}..."
 
 
@@ -234,19 +219,6 @@ class _Refusal(BaseModel):
     """The body of an error in OpenAI's manner, and in that of some others."""
 
     error: _Details | str
-
-
-def _checked_url(name: str, text: str) -> str:
-    """`text` without a slash at its end."""
-    try:
-        url = httpx.URL(text)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"remotes.{name}.url is no URL: {error}") from None
-    if url.userinfo or url.query or url.fragment:
-        raise ConfigError(f"remotes.{name}.url holds more than host and path; use remotes.{name}.api_key_env for a key")
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError(f"remotes.{name}.url is {text!r}; expected something like http://127.0.0.1:8000/v1")
-    return text.rstrip("/")
 
 
 def _seconds_of(header: str | None) -> float | None:

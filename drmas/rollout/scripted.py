@@ -90,8 +90,7 @@ class ScriptedEngine:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int, key: str) -> Completion:
         """See `Engine.generate`; `seed` has nothing to decide here."""
-        if not self._alive:
-            raise EngineDied("the scripted engine is dead; start it again")
+        self._check_alive()
         self._check(prompt_ids, sampling, key)
         request = _Request(key, list(prompt_ids), sampling, asyncio.get_running_loop().create_future())
         self._submitted[key] = request
@@ -110,8 +109,7 @@ class ScriptedEngine:
 
     async def advance(self) -> list[str]:
         """See `Engine.advance`. Waits where all admitted requests are of the kind that never answers."""
-        if not self._alive:
-            raise EngineDied("the scripted engine is dead; start it again")
+        self._check_alive()
         if not self._deterministic or self._paused:
             return []
         self._advancing = True
@@ -133,9 +131,11 @@ class ScriptedEngine:
         return not self._advancing
 
     def pause(self) -> None:
+        self._check_alive()
         self._paused = True
 
     def resume(self) -> None:
+        self._check_alive()
         self._paused = False
         if not self._deterministic:
             due, self._due = self._due, []
@@ -164,6 +164,10 @@ class ScriptedEngine:
     def close(self) -> None:
         if self._alive:
             self.die()
+
+    def _check_alive(self) -> None:
+        if not self._alive:
+            raise EngineDied("the scripted engine is dead; start it again")
 
     def _check(self, prompt_ids: Sequence[int], sampling: Sampling, key: str) -> None:
         if key in self._submitted or key in self._running:

@@ -175,11 +175,15 @@ class Controller:
         return {name: said[name] for name in self.config.policies}
 
     def sync_changed(self) -> str | None:
-        """Sync the policies whose engine holds another version. Returns what went wrong if it did for good."""
+        """Sync the policies whose engine holds another version. Returns what went wrong if it did for good.
+
+        Where rollouts run ahead and aren't carried over, they end first: whatever changed, a step ends with nothing in flight.
+        """
+        settles = self.config.rollout.max_staleness > 0 and not self.config.rollout.carry_over
+        if settles and (fatal := self.driven(lambda: self.driver.settle())["fatal"]):
+            return fatal
         changed = [name for name, version in self.versions.items() if version != self.syncs[name].version]
-        runs_ahead = self.config.rollout.max_staleness > 0 and not self.config.rollout.carry_over
-        settled = self.driven(lambda: self.driver.settle()) if changed and runs_ahead else {"fatal": None}
-        return settled["fatal"] or next(filter(None, map(self.sync, changed)), None)
+        return next(filter(None, map(self.sync, changed)), None)
 
     def sync(self, policy: str) -> str | None:
         """The policy's engine gets its weights; the engine's version is the policy's afterwards (I10).

@@ -89,14 +89,16 @@ class Driver:
             return _message(fatal=str(error))
         mark_stale(groups, self.bounds, versions, versions_per_step=self.config.train.updates_per_step)
         self.episodes = [episode for group in groups for episode in group.episodes]
+        if all(episode.failure for episode in self.episodes):
+            self.feed.put_back(groups)
+            return _message(fatal=self._all_failed(step))
         if self.config.rollout.deterministic and self.config.rollout.max_staleness and not self.feed.in_flight:
             self._forget_prefixes()
-        message = self._complete(step)
-        if message["fatal"]:
-            self.feed.put_back(groups)
-        else:
+        try:
             self.feed.accept(step, groups)
-        return message
+        except DataError as error:
+            return _message(fatal=str(error))
+        return _message(rows=[row.to_dict() for row in rows_of(self.episodes)])
 
     def settle(self) -> dict[str, Any]:
         """Wait until no episode is in flight, so that weights may change; the message is as that of `collect`, without rows."""
@@ -175,17 +177,14 @@ class Driver:
         for engine in self.engines.values():
             with suppress(EngineDied):  # it is started anew before the step runs
                 engine.pause()
+            with suppress(EngineDied):  # the other replicas of a dead one were paused
                 engine.resume()
 
-    def _complete(self, step: int) -> dict[str, Any]:
-        rows = rows_of(self.episodes)
-        failures = [episode.failure for episode in self.episodes if episode.failure]
-        fatal = None
-        if len(failures) == len(self.episodes):
-            write_episodes(self.run_dir, step, self.episodes, self.tokenizers, Advantages([None] * len(rows), []))
-            first = failures[0]
-            fatal = f"all {len(failures)} episodes of step {step} failed; the first with {first.kind}: {first.message}"
-        return _message(fatal=fatal, rows=[row.to_dict() for row in rows])
+    def _all_failed(self, step: int) -> str:
+        """Why a step of failures only ends the run; its episodes are written."""
+        write_episodes(self.run_dir, step, self.episodes, self.tokenizers, Advantages([None] * len(rows_of(self.episodes)), []))
+        first = self.episodes[0].failure
+        return f"all {len(self.episodes)} episodes of step {step} failed; the first with {first.kind}: {first.message}"
 
     def _keep_skipped(self, step: int, name: str, report: PolicyReport, batches: Sequence[PolicyBatch]) -> None:
         """The rows of a policy's updates that were not applied, one a line, with all that the update got."""

@@ -12,6 +12,7 @@ Sampler, rewards, tools and seeds are those of training; a seed is a function of
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ from drmas.core.statistics import LEVEL
 from drmas.envs.rewards import Reward, check_reward, make_reward
 from drmas.envs.source import TaskSource
 from drmas.envs.tasks import open_tasks
-from drmas.errors import ConfigError, RolloutError
+from drmas.errors import ConfigError, DataError, RolloutError
 from drmas.rollout.collector import Collector
 from drmas.rollout.engine import Sampling
 from drmas.rollout.remote import Remote
@@ -42,12 +43,16 @@ from drmas.runtime.tools import make_tools
 from drmas.telemetry.console import Console
 from drmas.telemetry.environment import write_environment
 from drmas.telemetry.episodes import write_episodes
+from drmas.telemetry.sinks import replace_text
 from drmas.types import Episode, Task, rows_of
 
 ALL = "all"
 """In `eval.ablate`: every agent whose model isn't its base."""
 SETTINGS = "settings.json"
-"""The evaluation's configuration, itself a recipe; a folder that has it is an evaluation's."""
+"""The evaluation's configuration, itself a recipe."""
+MARKER, MARK = "drmas-eval.json", {"folder of": "drmas eval"}
+"""The file, and what it says, by which a folder is known as an evaluation's, whose results the next one replaces. It is there
+before anything else is, so that a killed evaluation's folder is known too."""
 RESULTS = ("eval.json", "eval.md", "episodes", "without", "logs")
 
 
@@ -109,7 +114,7 @@ def evaluate(
     voices = _voices(config, models, teams.values())
     tokenizers = {name: load_tokenizer(name, voice.folder) for name, voice in voices.items()}
     tasks = eval_tasks(config)
-    check_reward(config.reward, {task.source: task for task in tasks}.values())
+    check_reward(config.reward, list({task.source: task for task in tasks}.values()), lambda: _examples(config))
     _prepare(output, config)
     plan = [_spoken(each) & voices.keys() for each in teams.values()]
     scores = {}
@@ -141,6 +146,15 @@ def eval_tasks(config: RunConfig) -> list[Task]:
     return tasks
 
 
+def _examples(config: RunConfig) -> list[Task] | None:
+    """A task of each source that the configuration has; None where its data can't be read, as those of training needn't be."""
+    sections = [data for data in (config.data, config.eval.data) if data]
+    try:
+        return [task for data in sections for task in TaskSource(data, seed=config.seed).examples()]
+    except DataError:
+        return None
+
+
 def ablated(config: RunConfig, team: TeamConfig, models: Mapping[str, Path]) -> list[str]:
     """The agents that `eval.ablate` asks for. ConfigError: no such agent, or one whose model is its base already."""
     agents, asked = team.agents, list(dict.fromkeys(config.eval.ablate))
@@ -165,13 +179,21 @@ def ablated(config: RunConfig, team: TeamConfig, models: Mapping[str, Path]) -> 
 
 def check_output(folder: Path) -> None:
     """ConfigError where something is in the folder that no evaluation left there."""
-    if folder.exists() and not (folder / SETTINGS).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not _is_marked(folder))):
         raise ConfigError(f"{folder} is there and holds no evaluation; give another --output")
+
+
+def _is_marked(folder: Path) -> bool:
+    try:
+        return json.loads((folder / MARKER).read_bytes()) == MARK
+    except (OSError, ValueError):
+        return False
 
 
 def _prepare(output: Path, config: RunConfig) -> None:
     check_output(output)
     output.mkdir(parents=True, exist_ok=True)
+    replace_text(output / MARKER, json.dumps(MARK) + "\n")
     for name in RESULTS:
         left = output / name
         shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)

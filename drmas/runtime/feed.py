@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from drmas.config.schema import RolloutConfig
 from drmas.envs.source import TaskSource
 from drmas.rollout.collector import Collector, Rollout
-from drmas.types import Episode, Task, ToolUse, Turn
+from drmas.types import Episode, Failure, Task, ToolUse, Turn
 
 
 @dataclass
@@ -68,8 +68,8 @@ class Feed:
 
     @property
     def in_flight(self) -> int:
-        """Groups on their way that aren't done."""
-        return sum(not group.done for group in self._groups)
+        """Groups that were launched and aren't done."""
+        return sum(not group.done for group in self._groups) - len(self._unlaunched)
 
     @property
     def ahead(self) -> int:
@@ -79,9 +79,6 @@ class Feed:
     def take(self, step: int) -> list[Group] | None:
         """The groups of `step`, in the order in which they were launched; None where an engine is dead: call again when it is
         back. Then comes `accept`, or `put_back`."""
-        if self._unlaunched:
-            self._collector.submit(self._unlaunched)
-            self._unlaunched = []
         if self._round[0] != step:
             self._round = (step, 1)
             self._drop(lambda group: step - group.step > self._config.max_staleness)
@@ -93,10 +90,11 @@ class Feed:
             if self._round[1] == self._tries:
                 break
             self._drop(lambda group: group.done and not group.teaches())
-            if self._missing(ahead=0) == 0:
+            if len(self._choose()) == self._config.tasks_per_step:
                 break
-            self._round = (step, self._round[1] + 1)
-            self._launch(step, self._missing(ahead=0))
+            if missing := self._missing(ahead=0):
+                self._round = (step, self._round[1] + 1)
+                self._launch(step, missing)
         taken = self._choose()
         chosen = {id(group) for group in taken}
         self._groups = [group for group in self._groups if id(group) not in chosen]
@@ -121,31 +119,33 @@ class Feed:
             {
                 "task": asdict(group.task),
                 "step": group.step,
-                "episodes": [_saved(episode) for episode in group.episodes] if group.done and _whole(group) else None,
+                "episodes": [_saved(episode) for episode in group.episodes] if group.done else None,
             }
             for group in self._groups
         ]
         return {"source": self._source.state(), "groups": groups}
 
     def put_back(self, groups: Sequence[Group]) -> None:
-        """Have `groups` on their way again, as the next step's first, for a `state` from before they were taken."""
-        self._groups = [*groups, *self._groups]
+        """Have `groups` on their way again from their start, as the next step's first, as before they were taken."""
+        fresh = [self._unstarted(group.task, group.step) for group in groups]
+        self._unlaunched = [*(group.rollout for group in fresh), *self._unlaunched]
+        self._groups = [*fresh, *self._groups]
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from `state`: the next `take` launches groups that weren't done again, with the seeds that they had."""
         self._source.restore(state["source"])
         for saved in state["groups"]:
-            task, step, done = Task(**saved["task"]), saved["step"], saved["episodes"] is not None
-            if done:
-                episodes = [_restored(task, episode) for episode in saved["episodes"]]
-            else:
-                episodes = [Episode(task=task, sample=sample) for sample in range(self._config.group_size)]
-            group = Group(task, step, Rollout(episodes, step, self._on_progress))
-            self._groups.append(group)
-            if done:
-                group.rollout.left = 0
-            else:
+            task, step = Task(**saved["task"]), saved["step"]
+            if saved["episodes"] is None:
+                group = self._unstarted(task, step)
                 self._unlaunched.append(group.rollout)
+            else:
+                group = Group(task, step, Rollout([_restored(task, episode) for episode in saved["episodes"]], step))
+                group.rollout.left = 0
+            self._groups.append(group)
+
+    def _unstarted(self, task: Task, step: int) -> Group:
+        return Group(task, step, self._collector.rollout([task], step=step, on_progress=self._on_progress))
 
     @property
     def _tries(self) -> int:
@@ -158,11 +158,9 @@ class Feed:
     def _launch(self, step: int, count: int) -> None:
         if self._config.dynamic.enabled:
             count = math.ceil(count * self._config.dynamic.oversample)
-        fresh = [
-            Group(task, step, self._collector.rollout([task], step=step, on_progress=self._on_progress))
-            for task in self._source.take(count)
-        ]
-        self._collector.submit([group.rollout for group in fresh])
+        fresh = [self._unstarted(task, step) for task in self._source.take(count)]
+        waiting, self._unlaunched = self._unlaunched, []
+        self._collector.submit([*waiting, *(group.rollout for group in fresh)])
         self._groups += fresh
 
     def _ready(self, step: int) -> bool:
@@ -182,7 +180,9 @@ class Feed:
         dropped = [group for group in self._groups if useless(group)]
         for group in dropped:
             self._report(group)
-        self._groups = [group for group in self._groups if not useless(group)]
+        gone = {id(group.rollout) for group in dropped}
+        self._groups = [group for group in self._groups if id(group.rollout) not in gone]
+        self._unlaunched = [rollout for rollout in self._unlaunched if id(rollout) not in gone]
         self.dropped += len(dropped)
 
     def _choose(self) -> list[Group]:
@@ -209,20 +209,19 @@ def mark_stale(
                     turn.stale = lag > bounds[turn.agent] * versions_per_step
 
 
-def _whole(group: Group) -> bool:
-    return all(episode.failure is None for episode in group.episodes)
-
-
 def _saved(episode: Episode) -> dict[str, Any]:
     """An episode as JSON; its task stands with the group, and what turns were parsed to has served."""
-    saved = asdict(episode)
-    del saved["task"], saved["failure"]
-    for turn in saved["turns"]:
-        turn["parsed"] = None
+    saved = {each.name: getattr(episode, each.name) for each in fields(episode) if each.name != "task"}
+    saved["turns"] = [
+        {each.name: getattr(turn, each.name) for each in fields(turn) if each.name != "parsed"} for turn in episode.turns
+    ]
+    saved["tool_uses"] = [asdict(use) for use in episode.tool_uses]
+    saved["failure"] = asdict(episode.failure) if episode.failure else None
     return saved
 
 
 def _restored(task: Task, saved: dict[str, Any]) -> Episode:
     turns = [Turn(**turn) for turn in saved["turns"]]
     uses = [ToolUse(**use) for use in saved["tool_uses"]]
-    return Episode(task=task, **(saved | {"turns": turns, "tool_uses": uses}))
+    failure = Failure(**saved["failure"]) if saved["failure"] else None
+    return Episode(task=task, **(saved | {"turns": turns, "tool_uses": uses, "failure": failure}))

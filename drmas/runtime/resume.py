@@ -1,8 +1,9 @@
 """Checkpoints of a whole run.
 
-`checkpoints/step_N/` holds `run.json` (the step, where the task source stands, a fingerprint of the team, the metric that
-checkpoints are compared by) and one folder per policy and critic. A checkpoint appears by one rename when it is whole; a killed
-save leaves nothing that could be taken for one, and a failed one, such as on a full disk, leaves the older ones as they were.
+`checkpoints/step_N/` holds `run.json` (the step, a fingerprint of the team, the metric that checkpoints are compared by),
+`driver.json` (where the task source stands, and the episodes on their way) and one folder per policy and critic. A checkpoint
+appears by one rename when it is whole; a killed save leaves nothing that could be taken for one, and a failed one, such as on a
+full disk, leaves the older ones as they were.
 
 For the controller, which calls all of this on every rank:
 
@@ -107,7 +108,7 @@ class Checkpoints:
             raise CheckpointError(f"the last save failed, so the run's end is not kept: {self._lost}")
 
     def latest(self) -> dict[str, Any] | None:
-        """`run.json` of the newest checkpoint; None if there is none. On rank 0.
+        """`run.json` of the newest checkpoint, and what its `driver.json` holds as `driver`; None if there is none. On rank 0.
 
         CheckpointError: it is damaged, and which older one is whole; or the team has changed since.
         """
@@ -126,7 +127,7 @@ class Checkpoints:
                 f"the team has changed since {newest} was saved (its settings or its file); "
                 "set it back, or start another run under another --name"
             )
-        return state
+        return state | {"driver": json.loads((newest / "driver.json").read_text())}
 
     def load(self, step: int, policies: Mapping[str, PolicyTrainer]) -> None:
         """Continue from the checkpoint of `step`. CheckpointError, on every rank: one of the policies can't."""
@@ -208,15 +209,16 @@ class Checkpoints:
 
     def _commit(self, pending: _Pending) -> None:
         value = pending.value
+        (pending.folder / "driver.json").write_text(json.dumps(pending.driver))
         state = {
             "step": pending.step,
             "team": self.team,
-            "driver": pending.driver,
-            "policies": sorted(path.name for path in pending.folder.iterdir()),
+            "driver_bytes": (pending.folder / "driver.json").stat().st_size,
+            "policies": sorted(path.name for path in pending.folder.iterdir() if path.is_dir()),
             "value": float(value) if value is not None and math.isfinite(value) else None,
         }
         (pending.folder / "run.json").write_text(json.dumps(state, indent=1))
-        for path in (pending.folder / "run.json", pending.folder):
+        for path in (pending.folder / "driver.json", pending.folder / "run.json", pending.folder):
             folders.flush(path)
         place = self.folder / f"step_{pending.step}"
         if place.exists():  # it is damaged
@@ -268,6 +270,12 @@ def read_whole(run_dir: Path, step: int) -> dict[str, Any]:
         state = json.loads((folder / "run.json").read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {str(folder)!r} has no whole run.json ({error})") from error
+    try:
+        size = (folder / "driver.json").stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {str(folder)!r} has no driver.json ({error})") from error
+    if size != state.get("driver_bytes"):
+        raise CheckpointError(f"{folder / 'driver.json'} has {size} bytes, not {state.get('driver_bytes')}")
     for name in state.get("policies", []):
         checkpoint.check_whole(folder / name)
     return state

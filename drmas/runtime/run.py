@@ -69,7 +69,7 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, d
     for note in notes(config, world=world):
         console.note(note)
     if dry_run:
-        check_reward(config.reward, TaskSource(config.data, seed=config.seed, curriculum=config.curriculum).examples())
+        _check_reward(config, TaskSource(config.data, seed=config.seed, curriculum=config.curriculum))
         console.start(describe(config, team, rule, world=world, folders=_folders(config)))
         return Path(config.output) / config.name
     if rank != 0:  # the first interrupt ends the run after its step, by rank 0's word; torchrun sends it to every rank
@@ -162,7 +162,7 @@ class Job:
         self.folder.open(resume=resume, overwrite=overwrite)
         state = self.checkpoints.latest() if resume else None
         self.source = TaskSource(self.config.data, seed=self.config.seed, curriculum=self.config.curriculum)
-        check_reward(self.config.reward, self.source.examples())
+        _check_reward(self.config, self.source)
         folders = _folders(self.config)
         self.console.start(describe(self.config, self.team, self.rule, world=self.world, folders=folders))
         if resume and state is None:
@@ -361,6 +361,11 @@ class Job:
                 policy.export(target)
             except OSError as error:
                 raise CheckpointError(f"{target} can't be written: {error}") from error
+
+
+def _check_reward(config: RunConfig, source: TaskSource) -> None:
+    data = config.eval.data
+    check_reward(config.reward, source.examples(), lambda: TaskSource(data, seed=config.seed).examples() if data else [])
 
 
 def _folders(config: RunConfig) -> dict[str, Path]:

@@ -102,8 +102,8 @@ class Scores:
         """What a solution takes.
 
         episodes and tasks (with a solved episode); tokens and cost of all finished episodes, and those over the solved ones:
-        what a solution costs, attempts that failed included; seconds of the solved episodes. `unpriced` names the policies
-        that leave the cost open, without a price or behind a server that doesn't count tokens.
+        what a solution costs, unsolved attempts included; seconds of the solved episodes. `unpriced` names the policies that
+        leave the cost open, without a price or behind a server that doesn't count tokens.
         """
         solved = [episode for episode in self.finished if episode.reward >= SOLVED_AT]
         spoken = self._spoken()

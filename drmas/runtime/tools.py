@@ -30,4 +30,4 @@ def _tool(section: str, settings: ToolConfig) -> Tool:
         return PythonFunction(section, settings)
     from drmas.envs.search.tool import Search
 
-    return Search(settings)
+    return Search(settings, section)

@@ -24,9 +24,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from drmas.errors import DataError
+from drmas.jsonl import read_objects
 from drmas.telemetry.names import Metrics
 from drmas.telemetry.sinks import replace_text
 from drmas.types import Episode, Row, rows_of
@@ -257,15 +258,24 @@ def keep_alarms_until(run_dir: Path, step: int) -> None:
     replace_text(run_dir / FILE, "".join(json.dumps(asdict(alarm)) + "\n" for alarm in kept))
 
 
+def _alarm(values: dict[str, Any]) -> Alarm:
+    """TypeError: `values` aren't an alarm's, or not of its types."""
+    alarm = Alarm(**values)
+    texts = [alarm.kind, alarm.agent, alarm.metric, alarm.message, *alarm.rows]
+    if not isinstance(alarm.step, int) or not isinstance(alarm.rows, list) or not all(isinstance(one, str) for one in texts):
+        raise TypeError("its step isn't an integer, or another value not text")
+    return alarm
+
+
 def read_alarms(run_dir: Path) -> list[Alarm] | None:
     """A run's alarms in order; a line half written when the run was killed is left out. None: the run didn't watch for any."""
     path = run_dir / FILE
     if not path.is_file():
         return None
     alarms = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], start=1):
+    for number, values in read_objects(path, "an alarm", killed=True):
         try:
-            alarms.append(Alarm(**json.loads(line)))
-        except (json.JSONDecodeError, TypeError) as error:
+            alarms.append(_alarm(values))
+        except TypeError as error:
             raise DataError(f"{path}:{number}: not an alarm ({error}); expected one object per line") from error
     return alarms

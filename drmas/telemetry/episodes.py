@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from drmas.errors import DataError
+from drmas.jsonl import read_objects
 from drmas.telemetry.sinks import replace_text
 from drmas.types import Episode, Turn, rows_of
 
@@ -138,12 +139,8 @@ def read_episodes(run_dir: Path, step: int) -> list[dict[str, Any]]:
         steps = ", ".join(map(str, steps_with_episodes(run_dir))) or "none"
         raise DataError(f"{path}: no such file; the steps with episodes are: {steps}")
     episodes = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            episode = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number}: not JSON ({error.msg}); expected one episode per line") from error
-        if not isinstance(episode, dict) or not isinstance(episode.get("turns"), list):
+    for number, episode in read_objects(path, 'an episode, an object with "turns"'):
+        if not isinstance(episode.get("turns"), list):
             raise DataError(f'{path}:{number}: expected an episode, an object with "turns"')
         episodes.append(episode)
     return episodes

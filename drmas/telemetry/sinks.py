@@ -13,11 +13,12 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from drmas.errors import DataError
+from drmas.jsonl import read_objects
 
 Metrics = dict[str, float | None]
 
@@ -35,7 +36,7 @@ class MetricsLog:
         self.path = run_dir / FILE
         self._events = _TensorBoard(run_dir / "tensorboard") if tensorboard else None
         if self.path.exists():
-            _rewrite(self.path, _whole_lines(self.path))
+            self._keep(read_metrics(run_dir))
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -57,11 +58,13 @@ class MetricsLog:
     def truncate_after(self, step: int) -> None:
         """Forget the lines of steps after `step`, atomically: a resumed run writes them again."""
         self._file.close()
-        kept = [line for line, metrics in zip(*_parsed(self.path), strict=True) if metrics["step"] <= step]
-        _rewrite(self.path, kept)
+        self._keep([metrics for metrics in read_metrics(self.path.parent) if (metrics["step"] or 0) <= step])
         self._file = self.path.open("a", encoding="utf-8")
         if self._events is not None:
             self._events.purge_after(step)
+
+    def _keep(self, steps: Sequence[Metrics]) -> None:
+        replace_text(self.path, "".join(json.dumps(metrics) + "\n" for metrics in steps))
 
     def close(self) -> None:
         self._file.close()
@@ -110,30 +113,12 @@ def read_metrics(run_dir: Path) -> list[Metrics]:
     path = run_dir / FILE
     if not path.is_file():
         raise DataError(f"{path}: no such file; expected a run folder, which holds {FILE}")
-    return _parsed(path)[1]
-
-
-def _whole_lines(path: Path) -> list[str]:
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return text.split("\n")[:-1]
-
-
-def _parsed(path: Path) -> tuple[list[str], list[Metrics]]:
-    lines = _whole_lines(path)
-    metrics = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number}: not JSON ({error.msg}); expected one object per line") from error
-        if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+    steps = []
+    for number, metrics in read_objects(path, 'an object with an integer "step"', killed=True):
+        if not isinstance(metrics.get("step"), int):
             raise DataError(f'{path}:{number}: expected an object with an integer "step"')
-        metrics.append(value)
-    return lines, metrics
-
-
-def _rewrite(path: Path, lines: list[str]) -> None:
-    replace_text(path, "".join(f"{line}\n" for line in lines))
+        steps.append(metrics)
+    return steps
 
 
 def replace_text(path: Path, text: str) -> None:

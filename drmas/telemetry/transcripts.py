@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from drmas.errors import DataError
 from drmas.telemetry.episodes import read_episodes, steps_with_episodes
 from drmas.telemetry.markup import shortened, text
 
@@ -29,7 +28,7 @@ def transcripts(run_dir: Path, per_step: int) -> str:
         try:
             chosen = pick(read_episodes(run_dir, step), per_step)
             body = "".join(_episode(episode) for episode in chosen)
-        except (DataError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             body = f'<p class="bad">These episodes can\'t be shown: {text(error)}</p>'
         opened = " open" if position == 0 else ""
         parts.append(f'<details class="step"{opened}><summary>Step {step}</summary>{body}</details>')

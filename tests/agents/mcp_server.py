@@ -1,7 +1,8 @@
 """An MCP server for tests, over pipes or HTTP: `python mcp_server.py [MODE]`. Most modes misbehave, each in its own way.
 
 exit: ends at once. silent: never answers. garbage: prints for ever what is no message. banner: prints a line first. endless: a
-line without an end. once: ends when it is called. http PORT: speaks HTTP, and prints its port.
+line without an end. once: ends when it is called. http PORT: speaks HTTP, and prints its port; it can be asked for a
+body of 64 MiB, in three forms, and for the header with the key.
 """
 
 from __future__ import annotations
@@ -59,17 +60,42 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+FLOODS = {
+    "flood": ("application/json", "identity", b'"'),
+    "events": ("text/event-stream", "identity", b"event: message\ndata: "),
+    "packed": ("application/json", "gzip", b""),
+}
+
+
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        called = request.get("params", {}).get("name")
+        if called in FLOODS:
+            self.flood(*FLOODS[called])
+            return
         body = b""
         if "id" in request:
             body = json.dumps({"jsonrpc": "2.0", "id": request["id"], **answer(request)}).encode()
+        if called == "key":
+            body = body.replace(b"KEY", self.headers["authorization"].encode())
         self.send_response(200 if body else 202)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def flood(self, kind: str, packing: str, start: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.send_header("content-encoding", packing)
+        self.end_headers()
+        try:
+            self.wfile.write(start)
+            for _ in range(64):
+                self.wfile.write(b"x" * 2**20)
+        except OSError:
+            self.close_connection = True
 
     def log_message(self, *_: object) -> None:
         pass
@@ -124,6 +150,7 @@ def called(name: str, arguments: dict) -> dict:
         "environment": lambda: " ".join(sorted(os.environ)),
         "child": lambda: str(subprocess.Popen(["sleep", "600"]).pid),
         "process": lambda: str(os.getpid()),
+        "key": lambda: "KEY",
     }[name]()
     return {"result": {"content": [{"type": "text", "text": text}], "isError": name == "refuse"}}
 

@@ -195,6 +195,13 @@ def test_llamas_results_by_hand_and_its_other_end_token_counts_as_an_end(llama) 
     assert renderer.extend([1], [5], [result('a "b"')]) == [1, 5, eot, *tail]
 
 
+def test_a_response_that_was_cut_after_a_special_token_within_it_gets_its_end(llama) -> None:
+    renderer = ChatRenderer(llama)
+    eot, other = llama.convert_tokens_to_ids(["<|eot_id|>", "<|start_header_id|>"])
+    ended = renderer.extend([1], [5, eot], [result("x")])
+    assert renderer.extend([1], [5, other], [result("x")]) == [1, 5, other, *ended[2:]]
+
+
 @settings(max_examples=100, deadline=None)
 @given(answer=st.text("abc 12,.\n", max_size=20), found=st.text(max_size=20))
 def test_extending_equals_rendering_all_anew_where_the_response_is_as_the_template_would_have_it(

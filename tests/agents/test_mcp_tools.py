@@ -114,12 +114,22 @@ async def test_a_started_server_has_no_environment_but_what_is_passed(started, m
         ({"command": ["no-such-program"]}, "tools.own.command starts with 'no-such-program'; there is no such program in PATH"),
         ({"command": [str(SERVER.with_name("nothing.py"))]}, "there is no such program"),
         ({"command": ["sh"], "pass_env": ["UNSET_7Q"]}, "tools.own.pass_env names 'UNSET_7Q', which isn't set"),
-        ({"url": "localhost:80"}, "tools.own.url doesn't start with http:// or https://"),
+        ({"url": "localhost:80"}, "tools.own.url is no address of a server; expected such as http://127.0.0.1:8000/mcp"),
+        ({"url": "http://me:hunter2@host/mcp"}, "tools.own.url holds more than host and path; use tools.own.api_key_env"),
+        ({"url": "http://host/mcp?key=hunter2"}, "tools.own.url holds more than host and path; use tools.own.api_key_env"),
+        ({"url": "http://me:hunter2@host:port"}, "tools.own.url is no URL"),
+        ({"url": "http://host", "api_key_env": "UNSET_7Q"}, "tools.own.api_key_env is 'UNSET_7Q', which isn't set"),
     ],
 )
 def test_what_can_not_be_started_is_refused_before_anything_starts(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         McpServer("own", McpTool(**settings))
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_command_has_no_key_of_its_own() -> None:
+    with pytest.raises(ValueError, match="a command gets its key by pass_env"):
+        McpTool(command=["sh"], api_key_env="KEY")
 
 
 @pytest.mark.parametrize(
@@ -274,14 +284,71 @@ asyncio.run(main())
     assert [await dies(process) for process in processes] == [True, True]
 
 
-async def test_a_server_at_a_url_is_spoken_with_over_http_and_reached_again_after_its_end(started) -> None:
-    def serve(port: int) -> tuple[subprocess.Popen[str], int]:
-        process = subprocess.Popen(
-            [sys.executable, str(SERVER), "http", str(port)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        assert process.stdout is not None
-        return process, int(process.stdout.readline())
+def serve(port: int) -> tuple[subprocess.Popen[str], int]:
+    process = subprocess.Popen(
+        [sys.executable, str(SERVER), "http", str(port)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
 
+
+@pytest.fixture
+async def http_url():
+    process, port = await asyncio.to_thread(serve, 0)
+    yield f"http://127.0.0.1:{port}/mcp"
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("flood", f"the body has more than {2**23} bytes"),
+        ("events", f"exceeded the {2**23} byte limit"),
+        ("packed", "the body is packed, which wasn't asked for"),
+    ],
+)
+async def test_a_body_without_end_ends_the_call_and_not_the_connection(started, http_url, name: str, message: str) -> None:
+    tool = McpServer("own", McpTool(url=http_url, timeout_seconds=SOON))
+    session = await started(tool)
+    with pytest.raises(ToolError, match=rf"tools.own: {name} failed: .*{message}"):
+        await tool.call(name, {})
+    assert await ask(session, "echo", text="x") == ToolResult("x", True)
+
+
+async def test_a_result_as_long_as_over_pipes_is_taken_over_http(started, http_url) -> None:
+    session = await started(McpServer("own", McpTool(url=http_url, timeout_seconds=SOON, max_result_chars=2**23)))
+    assert len((await ask(session, "echo", text="x" * (2**23 - 1000))).text) == 2**23 - 1000
+
+
+async def test_the_key_goes_into_a_header_and_comes_back_to_nobody(started, http_url, monkeypatch, caplog) -> None:
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("MY_KEY", "hunter2\n")
+    tool = McpServer("own", McpTool(url=http_url, api_key_env="MY_KEY"))
+    await started(tool)
+    assert await tool.call("key", {}) == ("Bearer [key]", True)
+    assert "hunter2" not in caplog.text
+
+
+async def test_the_environments_proxies_are_not_used_for_a_url(started, http_url, monkeypatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    session = await started(McpServer("own", McpTool(url=http_url)))
+    assert await ask(session, "echo", text="x") == ToolResult("x", True)
+
+
+async def test_a_message_over_pipes_that_is_too_long_ends_the_connection(started, monkeypatch) -> None:
+    monkeypatch.setattr(mcp_stdio, "MOST_LINE_BYTES", 2**16)
+    session = await started(server(max_result_chars=2**20))
+    assert (await ask(session, "echo", text="x" * 2**15)).ok
+    with pytest.raises(ToolError, match="its stdout held 'a line of more than 65536 bytes', which is no message"):
+        await ask(session, "echo", text="x" * 2**17)
+    assert (await ask(session, "echo", text="y")).ok
+
+
+async def test_a_server_at_a_url_is_spoken_with_over_http_and_reached_again_after_its_end(started) -> None:
     process, port = await asyncio.to_thread(serve, 0)
     try:
         tool = McpServer("own", McpTool(url=f"http://127.0.0.1:{port}/mcp"))

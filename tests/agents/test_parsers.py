@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drmas.agents.parsers import make_parser
+from drmas.agents.parsers import make_parser, spoken
 from drmas.errors import ConfigError
 
 TAGGED = st.lists(
@@ -151,3 +151,40 @@ def test_a_parser_file_without_the_function_names_the_nearest(tmp_path: Path) ->
         make_parser(f"{tmp_path}/mine.py:reed")
     with pytest.raises(ConfigError, match=r"mine.py:word', a int; expected a function of the text"):
         make_parser(f"{tmp_path}/mine.py:word")
+
+
+THOUGHT = r"<think>maybe \boxed{7} <answer>draft</answer><choice>no</choice></think>"
+
+
+@pytest.mark.parametrize(
+    ("spec", "text", "value", "valid", "lenient"),
+    [
+        ("boxed", f"{THOUGHT}\n\nyes", None, False, "yes"),
+        ("tag:answer", f"{THOUGHT}\n\nyes", None, False, "yes"),
+        ("verdict:yes,no", f"{THOUGHT}\n\nyes", True, True, True),
+        ("choice:yes,no", f"{THOUGHT}\n\nyes", "yes", True, "yes"),
+        ("text", f"{THOUGHT}\n\nyes", "yes", True, "yes"),
+        ("boxed", rf"{THOUGHT} \boxed{{8}}", "8", True, r"\boxed{8}"),
+        ("boxed", r"it was \boxed{7}</think>8", None, False, "8"),  # its start stood in the prompt
+        ("text", THOUGHT, "", False, ""),
+        ("boxed", r"<think>maybe \boxed{7}", None, False, ""),
+        ("tag:answer", f"{THOUGHT}<answer>8</answer><think>or", None, False, ""),
+        ("verdict:yes,no", "<think>yes", False, False, True),
+        ("verdict:yes,no", "<think><verdict>yes</verdict>", False, False, True),
+        ("choice:yes,no", "<think><choice>no</choice>", None, False, "yes"),
+        ("text", "<think>yes", "", False, ""),
+    ],
+)
+def test_a_thought_is_no_answer(spec: str, text: str, value: object, valid: bool, lenient: object) -> None:
+    parsed = make_parser(spec)(text)
+    assert (parsed.value, parsed.valid, parsed.lenient) == (value, valid, lenient)
+
+
+def test_a_text_without_thoughts_is_spoken_as_it_is() -> None:
+    assert spoken("\n 8 <thinking> ") == "\n 8 <thinking> "
+    assert spoken("<think>a</think>b<think>c</think>\n\n8 ") == "8 "
+
+
+def test_a_parser_of_ones_own_gets_the_thoughts_too(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def read(text):\n    return text, True\n")
+    assert read(f"{tmp_path}/mine.py:read", THOUGHT) == (THOUGHT, True)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from referencing.exceptions import Unresolvable
 
 from drmas.agents.tool_calls import (
     MOST_CALLS,
@@ -170,3 +172,89 @@ def test_arguments_are_held_against_the_schema() -> None:
 def test_what_is_no_schema_is_refused(schema: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         compile_schema(schema)
+
+
+EVIL = "^(a+)+$"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"x": {"pattern": EVIL}}},
+        {"patternProperties": {EVIL: {}}},
+        {"patternProperties": {EVIL: {}}, "additionalProperties": False},
+        {"patternProperties": {EVIL: {}}, "unevaluatedProperties": False},
+        {"propertyNames": {"pattern": EVIL}},
+        {"properties": {"x": {"$ref": "#/$defs/p"}}, "$defs": {"p": {"pattern": EVIL}}},
+        {"$schema": "https://json-schema.org/draft/2020-12/schema", "anyOf": [{"$ref": "#/$defs/p"}], "$defs": {"p": {}}},
+        {"properties": {"x": {"$schema": "http://json-schema.org/draft-07/schema#", "pattern": EVIL}}},
+        {"$schema": "http://json-schema.org/draft-07/schema#", "patternProperties": {EVIL: {}}, "additionalProperties": False},
+    ],
+)
+def test_an_expression_of_the_server_can_not_hold_up_the_loop(schema: dict[str, Any]) -> None:
+    text = "a" * 40 + "!"
+    started = time.process_time()
+    assert mismatch(compile_schema(schema), {"x": text, text: 1}) is None
+    assert time.process_time() - started < 5  # the expression itself would take hours
+
+
+def test_equal_items_are_the_servers_to_find_and_all_else_is_still_checked() -> None:
+    validator = compile_schema(
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "properties": {"pattern": {"type": "string"}, "x": {"uniqueItems": True}, "$schema": {"type": "string"}},
+            "additionalProperties": False,
+        }
+    )
+    assert mismatch(validator, {"pattern": "a", "x": [1, 1], "$schema": "b"}) is None
+    assert mismatch(validator, {"pattern": 3}) == "pattern: 3 is not of type 'string'"
+    assert mismatch(validator, {"$schema": 3}) == "$['$schema']: 3 is not of type 'string'"
+    assert "('y' was unexpected)" in (mismatch(validator, {"y": 3}) or "")
+
+
+def test_a_schema_elsewhere_is_never_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("urllib.request.urlopen", lambda *arguments, **_: asked.append(arguments))
+    validator = compile_schema({"properties": {"x": {"$ref": "http://127.0.0.1:9/schema.json"}}})
+    with pytest.raises(Unresolvable):
+        mismatch(validator, {"x": 1})
+    assert asked == []
+
+
+QUOTED = '{"name": "search", "arguments": {"query": "what is </think> for"}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<tool_call>{QUOTED}</tool_call>",
+        f"<think>hm</think><tool_call>{QUOTED}</tool_call>",
+        f"<tool_call>{QUOTED}",
+        '<tool_call>{"name": search, "query": "</think>"}</tool_call>',
+        QUOTED,
+        f"<think>hm</think>\n{QUOTED}",
+    ],
+)
+def test_a_call_that_holds_the_end_of_a_thought_is_answered_with_a_word_of_it(text: str) -> None:
+    (call,) = find_calls(text)
+    assert (call.name, call.arguments) == ("", {})
+    assert "holds </think>, which ends a thought, and was not read" in (call.problem or "")
+
+
+def test_the_calls_after_one_that_was_torn_are_read() -> None:
+    torn, other = find_calls(f'<tool_call>{QUOTED}</tool_call><tool_call>{{"name": "now"}}</tool_call>')
+    assert torn.problem
+    assert other == ToolCall("now", {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<think>maybe <tool_call>{"name": "now"}</think>It is 5.',
+        '<think>maybe <tool_call>{"name": "now"}</tool_call></think>It is 5.',
+        'maybe {"name": "now", "arguments": {}}</think>It is 5.',
+        f"<think>maybe {QUOTED}</think>It is 5." + "x" * 3 * MOST_CHARACTERS,
+    ],
+)
+def test_a_call_that_was_only_thought_of_is_none(text: str) -> None:
+    assert find_calls(text) == []

@@ -49,9 +49,9 @@ def test_the_loop_with_barriers_makes_every_call():
 
 def test_a_plan_is_the_search_teams_and_a_function_of_its_seed():
     names = [f"e{i}" for i in range(200)]
-    plans = plan(names, turns=4, median=1.0, sigma=0.5, seed=3)
-    assert plans == plan(names, turns=4, median=1.0, sigma=0.5, seed=3)
-    assert plans != plan(names, turns=4, median=1.0, sigma=0.5, seed=4)
+    plans = plan(names, rounds=4, median=1.0, sigma=0.5, seed=3)
+    assert plans == plan(names, rounds=4, median=1.0, sigma=0.5, seed=3)
+    assert plans != plan(names, rounds=4, median=1.0, sigma=0.5, seed=4)
     spoken = {" ".join(call.agent[0] for call in calls) for calls in plans.values()}
     assert spoken == {"r a", "r s r a", "r s r s r a", "r s r s r s a"}
     for name, calls in plans.items():
@@ -62,7 +62,7 @@ def test_a_plan_is_the_search_teams_and_a_function_of_its_seed():
 
 def test_both_loops_make_the_calls_of_the_plan(byte_tokenizer):
     lines, calls = search_step(byte_tokenizer, 3, 2, median=0.001, sigma=0.5, seed=0)
-    planned = plan([f"t{i}#{k}" for i in range(3) for k in range(2)], turns=4, median=0.001, sigma=0.5, seed=0)
+    planned = plan([f"t{i}#{k}" for i in range(3) for k in range(2)], rounds=4, median=0.001, sigma=0.5, seed=0)
     assert calls == sum(map(len, planned.values()))
     values = {line.name: line.value for line in lines}
     assert values["longest episode, computed"] == critical_seconds(planned)

@@ -147,7 +147,7 @@ def test_a_recipe_is_evaluated_with_its_models_and_leaves_numbers_and_tables(cal
     assert (done.status, done.err) == (0, "")
     place = here / "runs" / "toy-eval"
     assert {path.name for path in place.iterdir()} == {
-        *("eval.json", "eval.md", "episodes", "settings.json", "environment.json")
+        *("drmas-eval.json", "eval.json", "eval.md", "episodes", "settings.json", "environment.json")
     }
     assert numbers(place)["models"] == {"main": "start", "judge": "start"}
     assert score(place) == 0.0
@@ -207,6 +207,30 @@ def test_a_given_model_needs_no_export(call, exported, exports, here, model):
 
 
 @pytest.mark.parametrize(
+    ("exports_at", "checkpoint_at", "newest"),
+    [((20, 30), 10, True), ((20, 30), 20, True), ((20, 30), 25, False), ((20, 30), 40, False), ((20, None), 10, False)],
+)
+def test_exported_models_are_the_newest_if_none_of_them_is_older_than_a_checkpoint(exported, exports_at, checkpoint_at, newest):
+    for path in (exported / "checkpoints").rglob("*"):
+        os.utime(path, (checkpoint_at, checkpoint_at) if "step_1" in path.parts else (5, 5))
+    for name, seconds in zip(("main", "judge"), exports_at, strict=True):
+        config = exported / "export" / name / "config.json"
+        config.unlink() if seconds is None else os.utime(config, (seconds, seconds))
+    assert command._export_is_newest(exported, ["main", "judge"]) is newest
+    assert command._export_is_newest(exported, ["judge", "main"]) is newest
+
+
+def test_a_refused_evaluation_leaves_no_folder_behind(call, here):
+    before = {path.name for path in here.iterdir()}
+    for words in (("--ablate", "solver"), ("--policies.main.model", "gone"), ("--output", "far/away/it", "--ablate=solver")):
+        assert call("toy.toml", *words).status == 2
+        assert {path.name for path in here.iterdir()} == before
+    (here / "runs").mkdir()
+    assert call("toy.toml", "--ablate", "solver").status == 2
+    assert list((here / "runs").iterdir()) == []  # a folder that was there stays
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         ((), "eval: expected one RECIPE or RUN, found none"),
@@ -253,7 +277,7 @@ def test_a_checkpoint_that_cannot_be_exported_is_the_users_to_mend(call, exporte
     assert (done.status, done.out) == (2, "")
     assert done.err.startswith("drmas: ")
     assert "step_3" in done.err
-    assert list((exported / "eval").iterdir()) == []
+    assert not (exported / "eval").exists()
 
 
 def test_only_failures_are_status_2_with_the_first_reason(call, here, monkeypatch):

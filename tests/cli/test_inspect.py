@@ -93,7 +93,7 @@ def test_blank_lines_numeric_names_and_a_byte_order_mark_are_fine(rows_file, tmp
     ("bad", "message"),
     [
         ('{"task": "t", ', "not JSON"),
-        ("[1]", "found [1]; expected an object"),
+        ("[1]", "holds a list; expected an object with task, episode, agent and reward"),
         ('{"episode": "e", "agent": "a", "reward": 1}', "task is missing"),
         ('{"task": "t", "agent": "a", "reward": 1}', "episode is missing"),
         ('{"task": "t", "episode": "e", "reward": 1}', "agent is missing"),
@@ -127,7 +127,7 @@ def test_a_failed_row_may_lack_its_reward(rows_file):
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, rows_file):
-    with pytest.raises(DataError, match=r"nowhere\.jsonl: can't be read"):
+    with pytest.raises(DataError, match=r"nowhere\.jsonl: No such file"):
         read_rows(tmp_path / "nowhere.jsonl")
     with pytest.raises(DataError, match="holds no rows"):
         read_rows(rows_file(""))

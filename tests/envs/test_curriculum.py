@@ -61,7 +61,7 @@ def test_tasks_that_never_came_are_drawn_like_those_at_the_target() -> None:
     assert len(set(found)) > 200
 
 
-def test_exploring_draws_go_through_all_tasks_in_turn_whatever_their_rates() -> None:
+def test_exploring_draws_go_through_all_tasks_in_order_whatever_their_rates() -> None:
     draws = BySuccess(50, "seed", on(explore=1.0))
     assert sorted(run(draws, 50, lambda index: 0.0)) == list(range(50))
     assert sorted(run(draws, 50, lambda index: 1.0)) == list(range(50))
@@ -69,7 +69,7 @@ def test_exploring_draws_go_through_all_tasks_in_turn_whatever_their_rates() -> 
     assert set(run(some, 400, lambda index: 0.0)) == set(range(50))
 
 
-def test_a_source_without_appeal_is_read_in_turn() -> None:
+def test_a_source_without_appeal_is_read_in_order() -> None:
     draws = BySuccess(20, "seed", on(explore=0.0, smoothing=1.0))
     for index in range(20):
         draws.report(index, 1.0)

@@ -94,6 +94,17 @@ def test_the_instruction_in_the_middle_stays() -> None:
     assert SETS["dapo-filter"].tasks([(0, "file row 0", row)])[0].question == text
 
 
+@pytest.mark.parametrize("blank", [" ", "\n", "\\n", "let's ", "let's think step by step and "])
+def test_a_long_run_of_blanks_is_read_in_time_linear_in_it(blank: str) -> None:
+    """A pattern that starts over at each of them would take minutes."""
+    run = blank * 100_000
+    below, middle = (f"{PROBLEM}{run}{INSTRUCTION}", f"{PROBLEM}{run}{PROBLEM}")
+    rows = [{"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": "34"}} for text in (below, middle)]
+    first, second = SETS["dapo-filter"].tasks((i, "file row", row) for i, row in enumerate(rows))
+    assert first.question == (PROBLEM if blank.strip(" \n\\n") == "" else f"{PROBLEM}{run.rstrip()}")
+    assert second.question == middle
+
+
 def test_the_small_test_sets_are_the_first_tasks_of_their_sources() -> None:
     maths = [Task(f"{name}/{i}", "q", "1", name) for name in BUNDLES["math"][1:] for i in range(60)]
     assert Counter(task.source for task in sample("math", maths)) == {"math-500": 50, "aime24": 30, "aime25": 30}

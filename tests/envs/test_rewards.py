@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from drmas.config.tasks import ReasoningGymData, RewardConfig
@@ -80,6 +82,15 @@ async def test_each_source_has_its_own_reward_and_others_the_default(make) -> No
     assert await reward(TASK, "0.5") == 1.0
 
 
+async def test_a_name_before_the_slash_of_a_source_names_its_reward_and_the_whole_source_goes_before(make) -> None:
+    reward = make(type="exact", by_source={"facts": "em", "facts/2": "math"})
+    said, half = "The johann sebastian BACH!", r"\boxed{\frac12}"
+    assert await reward(replace(BACH, source="facts/1"), said) == 1.0
+    assert await reward(replace(BACH, source="factsheet/1"), said) == 0.0
+    assert await reward(Task("h", "?", "0.5", "facts/2"), half) == 1.0
+    assert await reward(Task("h", "?", "0.5", "facts/1"), half) == 0.0
+
+
 @pytest.mark.parametrize("kind", ["exact", "math", "em", "f1"])
 async def test_I3_a_task_without_a_truth_is_not_graded(make, kind: str) -> None:
     with pytest.raises(GraderError, match="the task t has no truth to compare with"):
@@ -115,3 +126,27 @@ def test_a_reward_that_does_not_fit_the_tasks_is_found_at_start() -> None:
         check_reward(RewardConfig(by_source={"nq": "gym"}), [TASK, BACH])
     check_reward(RewardConfig(by_source={"rubiks_cube": "gym"}), [TASK, ruled, BACH])
     check_reward(RewardConfig(type="gym", by_source={"nq": "em", "": "math"}), [TASK, ruled, BACH])
+    with pytest.raises(ConfigError, match=r"reward.by_source.facts is gym, and the task b"):
+        check_reward(RewardConfig(by_source={"facts": "gym"}), [replace(BACH, source="facts/1")])
+
+
+def test_a_source_that_no_task_has_is_refused_with_the_nearest_name() -> None:
+    deep = replace(BACH, source="facts/1")
+    check_reward(RewardConfig(by_source={"nq": "em", "facts": "em"}), [TASK, BACH, deep])
+    check_reward(RewardConfig(by_source={"facts/1": "em"}), [deep])
+    with pytest.raises(ConfigError, match=r"by_source names 'ng', and no task has that source; the nearest is 'nq'; expected"):
+        check_reward(RewardConfig(by_source={"nq": "em", "ng": "em"}), [TASK, BACH])
+    for key in ("fact", "facts/2", "1"):
+        with pytest.raises(ConfigError, match=f"by_source names '{key}', and no task has that source"):
+            check_reward(RewardConfig(by_source={key: "em"}), [deep])
+    with pytest.raises(ConfigError, match=r"by_source names 'nq', and no task has that source; there are none to choose from"):
+        check_reward(RewardConfig(by_source={"nq": "em"}), [TASK])
+
+
+def test_sources_of_the_runs_other_data_are_looked_at_where_a_name_is_none_of_these() -> None:
+    config = RewardConfig(by_source={"nq": "em"})
+    check_reward(config, [BACH], lambda: pytest.fail("nothing was unknown"))
+    check_reward(config, [TASK], lambda: [BACH])
+    check_reward(config, [TASK], lambda: None)  # they can't be looked at
+    with pytest.raises(ConfigError, match=r"by_source names 'nq', and no task has that source; the nearest is 'n'"):
+        check_reward(config, [TASK], lambda: [replace(BACH, source="n")])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from drmas.config.tasks import CurriculumConfig, JsonlData, MixData, ReasoningGymData, SumsData
+from drmas.envs.generated import GymTasks
 from drmas.envs.source import TaskSource
 from drmas.envs.tasks import open_tasks
 from drmas.errors import CheckpointError, DataError
@@ -207,6 +208,29 @@ def test_a_source_without_a_name_and_one_with_a_slash_have_readable_metrics(data
         "data/openai-gsm8k/success_rate": 0.0,
         "data/openai-gsm8k/share": 0.5,
     }
+
+
+def test_examples_have_the_first_task_of_each_source_of_a_file(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "answer": "a", "id": f"t{n}", "source": source} for n, source in enumerate("aabcb")]
+    (tmp_path / "many.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = JsonlData(path=str(tmp_path / "many.jsonl"))
+    assert [task.id for task in TaskSource(data, seed=1).examples()] == ["t0", "t2", "t3"]
+    assert [task.id for task in TaskSource(MixData(parts={"one": {"data": data}}), seed=1).examples()] == ["one/t0"]
+
+
+def test_examples_of_generated_tasks_are_one_and_no_other_is_generated(monkeypatch) -> None:
+    source, asked = TaskSource(ReasoningGymData(size=50), seed=1), []
+    get = GymTasks.__getitem__
+    monkeypatch.setattr(GymTasks, "__getitem__", lambda tasks, index: asked.append(index) or get(tasks, index))
+    assert len(source.examples()) == 1
+    assert asked == [0]
+
+
+def test_what_a_source_remembers_of_a_mix_are_its_draws(mix: MixData) -> None:
+    source = TaskSource(mix, seed=1)
+    source.take(12)
+    assert source.state()["draws"] == [6, 2, 4]
+    assert "turns" not in source.state()
 
 
 def test_examples_are_the_first_task_of_each_part_and_take_nothing(mix: MixData) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from drmas.agents.agent import AgentConfig
 from drmas.agents.team import TeamConfig, load_team
 from drmas.config.schema import RolloutConfig
 from drmas.core.seeds import sample_seed
-from drmas.errors import EngineDied, EngineError, GraderError, GraderTimeout
-from drmas.rollout.collector import Collector
+from drmas.errors import EngineDied, EngineError, GraderError, GraderTimeout, RolloutError
+from drmas.rollout.collector import Collector, Rollout
 from drmas.rollout.scripted import ScriptedEngine
 from drmas.types import Episode, Task
 
@@ -69,7 +70,16 @@ def make(tokenizer, team=None, answer=arithmetic, reward=exact, *, engine=None, 
 
 
 def one_collect(tokenizer, team=None, tasks=TASKS, *, step: int = 1, only=None, **options) -> list[Episode]:
-    return make(tokenizer, team, **options)[0].collect(tasks, step=step, only=only)
+    collector = make(tokenizer, team, **options)[0]
+    return collector.collect(tasks, step=step) if only is None else some(collector, tasks, step, only)
+
+
+def some(collector: Collector, tasks: list[Task], step: int, cells) -> list[Episode]:
+    """The episodes of these (task, sample) alone."""
+    rollout = Rollout([Episode(tasks[index], sample) for index, sample in cells], step)
+    collector.submit([rollout])
+    assert collector.wait(lambda: rollout.done)
+    return rollout.episodes
 
 
 def kinds(episodes: list[Episode]) -> list[str]:
@@ -128,15 +138,42 @@ def test_collecting_some_again_gives_the_same_episodes(plain_tokenizer) -> None:
     assert [episode.turns for episode in again] == [whole[31].turns, whole[1].turns]
 
 
+class Part:
+    """A tool box or a remote model that can't be had, or that notes that it was closed."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.closed = error, 0
+
+    async def start(self) -> None:
+        if self.error:
+            raise self.error
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def test_what_was_opened_is_closed_where_a_start_fails_and_closing_may_be_repeated(plain_tokenizer) -> None:
+    engines, options = {"main": ScriptedEngine(plain_tokenizer, ["1"])}, RolloutConfig(group_size=1)
+    opened, broken = Part(), Part(EngineError("remotes.judge: no answer"))
+    remotes = {"good": opened, "judge": broken}
+    collector = Collector(OneAgent(), engines, {"main": plain_tokenizer}, exact, options, seed=0, remotes=remotes)
+    with pytest.raises(RolloutError, match=r"remotes\.judge: no answer"):
+        collector.start()
+    assert opened.closed == 1
+    collector.close()
+    assert opened.closed == 1
+
+
 def test_nothing_to_collect(plain_tokenizer) -> None:
     assert one_collect(plain_tokenizer, tasks=[]) == []
     assert one_collect(plain_tokenizer, only=[]) == []
 
 
 def test_I4_an_episode_twice_is_refused(plain_tokenizer) -> None:
-    for tasks, only in ((TASKS, [(0, 1), (0, 1)]), ([TASKS[0], TASKS[0]], None)):
-        with pytest.raises(ValueError, match="the same task id and sample"):
-            one_collect(plain_tokenizer, tasks=tasks, only=only)
+    with pytest.raises(ValueError, match="two of the tasks have the same id"):
+        one_collect(plain_tokenizer, tasks=[TASKS[0], TASKS[0]])
+    with pytest.raises(ValueError, match="episode sums/0#1 is submitted while it runs"):
+        one_collect(plain_tokenizer, only=[(0, 1), (0, 1)])
 
 
 def test_I3_one_raising_episode_of_32_costs_no_other(plain_tokenizer, caplog: pytest.LogCaptureFixture) -> None:
@@ -173,6 +210,28 @@ def test_I3_a_team_that_breaks_its_contract_fails_its_episodes(plain_tokenizer, 
     (episode,) = one_collect(plain_tokenizer, team, only=[(0, 0)])
     assert episode.status == "team"
     assert message in episode.failure.message
+
+
+def test_I3_a_team_or_a_reward_that_exits_fails_its_episode_alone(plain_tokenizer) -> None:
+    class Exits(OneAgent):
+        async def run(self, task, agents):
+            if task.id == "sums/0":
+                sys.exit("no answer to that")
+            if task.id == "sums/1":
+
+                async def branch():
+                    sys.exit(2)
+
+                await asyncio.gather(branch(), agents.solver(question=task.question))
+            return (await agents.solver(question=task.question)).text
+
+    async def reward(task: Task, answer: str | None) -> float:
+        return sys.exit(1) if task.id == "sums/2" else 1.0
+
+    team = Exits(solver=AgentConfig(prompt="{question}=", max_tokens=16))
+    episodes = one_collect(plain_tokenizer, team, tasks=TASKS[:4], group_size=1, reward=reward)
+    assert kinds(episodes) == ["team", "team", "grader", "ok"]
+    assert episodes[0].failure.message.startswith("SystemExit: no answer to that")
 
 
 def test_I3_a_team_that_never_returns_times_out_alone(plain_tokenizer) -> None:
@@ -252,9 +311,8 @@ def test_I3_a_dead_engine_fails_what_needs_it_at_once_and_a_restart_mends_it(pla
         # only that one request kills it; without it the restarted engine serves the rest
         engine.start()
         collector.revive("main")
-        assert kinds(collector.collect(TASKS, step=1, only=[cell for cell in failed if cell != (4, 0)])) == ["ok"] * (
-            len(failed) - 1
-        )
+        again = some(collector, TASKS, 1, [cell for cell in failed if cell != (4, 0)])
+        assert kinds(again) == ["ok"] * (len(failed) - 1)
 
 
 def test_I3_a_team_cannot_turn_engine_trouble_into_an_answer(plain_tokenizer) -> None:

@@ -6,34 +6,16 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable
-from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
 from drmas.errors import EngineDied, EngineError, EngineTimeout, TurnTimeout
+from drmas.rollout.deadline import Deadline
 from drmas.rollout.engine import Completion, Sampling
 from drmas.rollout.gate import Gate
 
 SAMPLING = Sampling(max_tokens=8)
-
-
-class NoClock:
-    """An episode without a deadline; counts how often requests were put again."""
-
-    def __init__(self) -> None:
-        self.again = 0
-        self.holds = 0
-
-    @contextmanager
-    def held(self):
-        self.holds += 1
-        yield
-
-    def retried(self) -> None:
-        self.again += 1
-
-
-NO_CLOCK = NoClock()
 
 
 class JitteryEngine:
@@ -101,7 +83,7 @@ def chain(name: str, clock: random.Random, calls: int, policies: list[str]) -> C
             if clock.random() < 0.5:
                 await asyncio.sleep(clock.random() * 0.002)
             key = f"{name}/{turn:03d}"
-            await gate.generate(policies[turn % len(policies)], name, [1], SAMPLING, seed=0, clock=NO_CLOCK, key=key)
+            await gate.generate(policies[turn % len(policies)], name, [1], SAMPLING, seed=0, deadline=Deadline(None), key=key)
 
     return play
 
@@ -112,7 +94,7 @@ def fan_out(name: str) -> Callable:
     async def play(gate: Gate) -> None:
         async def branch(side: str) -> None:
             for turn in range(2):
-                await gate.generate("a", name, [1], SAMPLING, seed=0, clock=NO_CLOCK, key=f"{name}/{side}{turn}")
+                await gate.generate("a", name, [1], SAMPLING, seed=0, deadline=Deadline(None), key=f"{name}/{side}{turn}")
 
         await asyncio.gather(branch("left"), branch("right"))
 
@@ -149,7 +131,7 @@ def test_I9_episodes_resume_in_key_order_however_the_results_arrive() -> None:
 
         def episode(name: str, log: list[str]) -> Callable:
             async def play(gate: Gate) -> None:
-                await gate.generate("a", name, [1], SAMPLING, seed=0, clock=NO_CLOCK, key=name)
+                await gate.generate("a", name, [1], SAMPLING, seed=0, deadline=Deadline(None), key=name)
                 log.append(name)
 
             return play
@@ -164,13 +146,13 @@ def test_an_episode_that_thinks_holds_the_engines_for_a_while() -> None:
     log: list[str] = []
 
     async def quick(gate: Gate) -> None:
-        await gate.generate("a", "quick", [1], SAMPLING, seed=0, clock=NO_CLOCK, key="quick/000")
+        await gate.generate("a", "quick", [1], SAMPLING, seed=0, deadline=Deadline(None), key="quick/000")
         log.append("quick done")
 
     async def slow(gate: Gate) -> None:
         await asyncio.sleep(0.05)
         log.append("slow asks")
-        await gate.generate("a", "slow", [1], SAMPLING, seed=0, clock=NO_CLOCK, key="slow/000")
+        await gate.generate("a", "slow", [1], SAMPLING, seed=0, deadline=Deadline(None), key="slow/000")
 
     asyncio.run(gated({"a": engine}, {"quick": quick, "slow": slow}))
     assert log == ["slow asks", "quick done"]
@@ -182,13 +164,13 @@ def test_a_cancelled_call_leaves_the_engine_and_the_gate() -> None:
 
     async def impatient(gate: Gate) -> str:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(gate.generate("a", "x", [1], SAMPLING, seed=0, clock=NO_CLOCK, key="x/000"), 0.02)
+            await asyncio.wait_for(gate.generate("a", "x", [1], SAMPLING, seed=0, deadline=Deadline(None), key="x/000"), 0.02)
         return "gave up"
 
     async def slow(gate: Gate) -> str:
         await asyncio.sleep(0.06)
         assert "x/000" not in engine.waiting
-        await gate.generate("a", "y", [1], SAMPLING, seed=0, clock=NO_CLOCK, key="y/000")
+        await gate.generate("a", "y", [1], SAMPLING, seed=0, deadline=Deadline(None), key="y/000")
         return "served"
 
     assert asyncio.run(gated({"a": engine}, {"x": impatient, "y": slow})) == ["gave up", "served"]
@@ -215,7 +197,7 @@ def test_I3_an_engine_that_is_given_up_fails_its_callers_at_once_and_no_others(o
         gates.append(gate)
         for turn in range(2):
             with pytest.raises(EngineDied, match=r"the engine of policy a died: (killed|the engine advanced)"):
-                await gate.generate("a", "x", [1], SAMPLING, seed=0, clock=NO_CLOCK, key=f"x/{turn}")
+                await gate.generate("a", "x", [1], SAMPLING, seed=0, deadline=Deadline(None), key=f"x/{turn}")
         return 2
 
     def give_up() -> None:
@@ -242,15 +224,23 @@ def test_a_request_waits_for_its_engine_to_come_back_and_is_put_again(determinis
                 return Completion([seed], [-1.0], [0], "stop")
             return await super().generate(prompt_ids, sampling, seed=seed, key=key)
 
-    clock, died, mortal = NoClock(), asyncio.Event(), Mortal(random.Random(0))
+    again, died, mortal = [], asyncio.Event(), Mortal(random.Random(0))
 
     async def run() -> tuple[Completion, list[bool]]:
         gate = Gate({"a": mortal}, deterministic=deterministic, on_death=died.set)
         stepping = asyncio.create_task(gate.run()) if deterministic else None
         gate.enter("x")
-        request = asyncio.create_task(gate.generate("a", "x", [1], SAMPLING, seed=7, key="x/000", clock=clock))
+        deadline = Deadline(0.05)
+
+        async def ask() -> Completion:
+            async with deadline.running:
+                return await gate.generate(
+                    "a", "x", [1], SAMPLING, seed=7, key="x/000", deadline=deadline, on_retry=lambda: again.append(1)
+                )
+
+        request = asyncio.create_task(ask())
         await died.wait()
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)  # longer than the episode may take: its time stands still
         states = [request.done(), gate.dead == {"a"}]
         gate.revive("a")
         completion = await request
@@ -261,7 +251,7 @@ def test_a_request_waits_for_its_engine_to_come_back_and_is_put_again(determinis
     completion, states = asyncio.run(run())
     assert completion.finish_reason == "stop"
     assert states == [False, True, True]
-    assert (clock.again, clock.holds) == (1, 1)
+    assert again == [1]
 
 
 def test_a_stalled_request_is_put_once_more_and_then_fails() -> None:
@@ -274,17 +264,18 @@ def test_a_stalled_request_is_put_once_more_and_then_fails() -> None:
                 raise EngineTimeout("no response in time")
             return Completion([seed], [-1.0], [0], "stop")
 
-    engine, clock = Stalling(random.Random(0)), NoClock()
+    engine, again = Stalling(random.Random(0)), []
 
     async def run() -> None:
         gate = Gate({"a": engine}, deterministic=False)
+        ask = partial(gate.generate, "a", "x", [1], SAMPLING, key="x/000", on_retry=lambda: again.append(1))
         with pytest.raises(EngineTimeout):
-            await gate.generate("a", "x", [1], SAMPLING, seed=0, key="x/000", clock=clock)
+            await ask(seed=0, deadline=Deadline(None))
         engine.asked = 1
-        assert (await gate.generate("a", "x", [1], SAMPLING, seed=5, key="x/000", clock=clock)).token_ids == [5]
+        assert (await ask(seed=5, deadline=Deadline(None))).token_ids == [5]
 
     asyncio.run(run())
-    assert clock.again == 2
+    assert again == [1, 1]
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -301,7 +292,7 @@ def test_a_turn_that_takes_too_long_is_the_turns_trouble_and_leaves_the_engine(d
         stepping = asyncio.create_task(gate.run()) if deterministic else None
         gate.enter("x")
         with pytest.raises(TurnTimeout, match=r"x/000: no response after rollout.turn_timeout_seconds = 0.05"):
-            await gate.generate("a", "x", [1], SAMPLING, seed=0, key="x/000", clock=NO_CLOCK)
+            await gate.generate("a", "x", [1], SAMPLING, seed=0, key="x/000", deadline=Deadline(None))
         if stepping:
             stepping.cancel()
         await asyncio.sleep(0)
@@ -332,6 +323,90 @@ def test_free_running_passes_through() -> None:
 
     async def run() -> Completion:
         gate = Gate({"a": Instant(random.Random(0))}, deterministic=False)
-        return await gate.generate("a", "x", [1], SAMPLING, seed=7, clock=NO_CLOCK, key="x/000")
+        return await gate.generate("a", "x", [1], SAMPLING, seed=7, deadline=Deadline(None), key="x/000")
 
     assert asyncio.run(run()).token_ids == [7]
+
+
+def test_a_slow_engine_whose_requests_all_time_out_is_not_dead() -> None:
+    """The advance has no result to name then, and the requests have ended in errors of their own: they are put once more."""
+
+    class Slow(JitteryEngine):
+        asked = 0
+
+        async def generate(self, prompt_ids, sampling, *, seed: int, key: str) -> Completion:
+            self.asked += 1
+            if self.asked <= 2:
+                await asyncio.sleep(0.02)
+                raise EngineTimeout("no response in time")
+            return await super().generate(prompt_ids, sampling, seed=seed, key=key)
+
+        async def advance(self) -> list[str]:
+            if not self.waiting:
+                await asyncio.sleep(0.05)
+                return []
+            return await super().advance()
+
+    deaths: list[int] = []
+    episodes = {name: chain(name, random.Random(0), 1, ["a"]) for name in ("x", "y")}
+    assert asyncio.run(gated({"a": Slow(random.Random(0))}, episodes, on_death=lambda: deaths.append(1))) == [None, None]
+    assert deaths == []
+
+
+@pytest.mark.parametrize("limit", ["episode", "turn"])
+def test_while_one_engine_is_replaced_nobodys_time_runs(limit: str) -> None:
+    """Deterministic engines all stand still then; those who wait for another one must not time out over it."""
+
+    class Mortal(JitteryEngine):
+        async def generate(self, prompt_ids, sampling, *, seed: int, key: str) -> Completion:
+            raise EngineDied("killed by signal 9")
+
+    async def run() -> Completion:
+        turn = {"turn_timeout_seconds": 0.1} if limit == "turn" else {}
+        engines = {"a": Mortal(random.Random(0)), "b": JitteryEngine(random.Random(0))}
+        died = asyncio.Event()
+        gate = Gate(engines, deterministic=True, on_death=died.set, **turn)
+        stepping = asyncio.create_task(gate.run())
+        deadline = Deadline(0.1 if limit == "episode" else None)
+
+        async def other() -> Completion:
+            async with deadline.running:
+                return await gate.generate("b", "y", [1], SAMPLING, seed=0, key="y/000", deadline=deadline)
+
+        gate.enter("x")
+        gate.enter("y")
+        served = asyncio.create_task(other())
+        lost = asyncio.create_task(gate.generate("a", "x", [1], SAMPLING, seed=0, key="x/000", deadline=Deadline(None)))
+        await died.wait()
+        await asyncio.sleep(0.3)
+        gate.leave("x")
+        lost.cancel()
+        gate.revive("a")
+        try:
+            return await served
+        finally:
+            stepping.cancel()
+
+    assert asyncio.run(run()).token_ids == [1]
+
+
+def test_patience_is_counted_from_the_first_request_on() -> None:
+    """Others who come and go meanwhile don't make it longer."""
+    engine, began = JitteryEngine(random.Random(0)), []
+
+    async def silent(gate: Gate) -> None:
+        await asyncio.sleep(1.5)
+
+    async def asks(gate: Gate) -> None:
+        began.append(asyncio.get_running_loop().time())
+        await gate.generate("a", "asks", [1], SAMPLING, seed=0, deadline=Deadline(None), key="asks/000")
+        began.append(asyncio.get_running_loop().time())
+
+    async def restless(gate: Gate) -> None:
+        for _ in range(100):
+            gate.enter("restless")
+            await asyncio.sleep(0.01)
+
+    asyncio.run(gated({"a": engine}, {"silent": silent, "asks": asks, "restless": restless}, patience_seconds=0.2))
+    assert engine.admitted == [["asks/000"]]
+    assert began[1] - began[0] < 1.0

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from drmas.errors import EngineDied, EngineError, EngineStartError
+from drmas.rollout.deadline import Deadline
 from drmas.rollout.engine import Sampling
 from drmas.rollout.fan_out import FanOut, run_all
 from drmas.rollout.gate import Gate
@@ -110,14 +111,13 @@ def collected(tokenizer, order: list[int]) -> list[list[list[str]]]:
     async def run() -> list[list[list[str]]]:
         pool = pool_of(tokenizer, 3, lambda prompt, key: "x" * (1 + sum(key.encode()) % 7), deterministic=True)
         gate = Gate({"main": pool}, deterministic=True)
-        clock = type("Clock", (), {"retried": lambda self: None})()
 
         async def episode(number: int) -> None:
             name = f"e{number:02d}"
             await asyncio.sleep(0.001 * order.index(number))
             for turn in range(2 + number % 2):
                 key = f"{name}/{turn:03d}/a"
-                await gate.generate("main", name, [5], Sampling(64), seed=1, key=key, clock=clock)
+                await gate.generate("main", name, [5], Sampling(64), seed=1, key=key, deadline=Deadline(None))
                 await asyncio.sleep(0.001 * (order.index(number) % 3))
             gate.leave(name)
 
@@ -335,3 +335,14 @@ def test_an_abort_waits_for_those_that_live_before_it_tells_of_a_death() -> None
     with pytest.raises(EngineDied, match="gone"):
         FanOut([Recorder(1, error=EngineDied("gone")), living]).abort_weight_update()
     assert ended == [True]
+
+
+def test_a_replica_that_died_idle_leaves_the_others_running_once_all_are_told_to_resume(plain_tokenizer) -> None:
+    first, second = (ScriptedEngine(plain_tokenizer, ["1"], deterministic=False) for _ in range(2))
+    pool = EnginePool([first, second], deterministic=False)
+    second.die()
+    for call in (pool.pause, pool.resume):
+        with pytest.raises(EngineDied):
+            call()
+    answer = asyncio.run(pool.generate([5], Sampling(4), seed=0, key="e0/000/a"))
+    assert answer.finish_reason == "stop"

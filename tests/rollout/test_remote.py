@@ -359,9 +359,9 @@ async def test_a_key_that_is_not_there_is_named_before_anything_is_sent(server, 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("127.0.0.1:8000/v1", "expected something like"),
-        ("ftp://host/v1", "expected something like"),
-        ("http:///v1", "expected something like"),
+        ("127.0.0.1:8000/v1", "expected such as"),
+        ("ftp://host/v1", "expected such as"),
+        ("http:///v1", "expected such as"),
         ("http://user:hunter2@host/v1", "holds more than host and path"),
         ("http://host/v1?key=hunter2", "holds more than host and path"),
         ("http://host:port/v1", "is no URL"),

@@ -122,6 +122,19 @@ def test_carried_over_groups_are_taken_once_and_within_the_bound(run):
     assert not set(tasks_of(folder, 5)) & set(tasks)
 
 
+def test_a_one_step_off_run_that_an_engine_ended_resumes_to_the_same_steps(run):
+    """It died with groups in flight, more often than it may."""
+    whole, folder = run(*ONE_STEP_OFF, name="whole")
+    assert whole.returncode == 0, whole.stderr
+    none = ("--policies.main.engine.max-restarts", "0")
+    ended, broken = run(*ONE_STEP_OFF, *none, DIE="45")
+    assert ended.returncode == 2, ended.stderr
+    assert "max_restarts is 0" in ended.stderr
+    resumed, _ = run(*ONE_STEP_OFF, *none, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [tasks_of(broken, step) for step in (1, 2, 3, 4)] == [tasks_of(folder, step) for step in (1, 2, 3, 4)]
+
+
 @pytest.mark.parametrize("words", [(), ONE_STEP_OFF, CARRY_OVER], ids=["on-policy", "one-step-off", "carry-over"])
 def test_an_engine_that_dies_in_any_step_costs_no_episode(run, words):
     done, folder = run(*words, DIE="7,60")
@@ -172,6 +185,7 @@ def test_a_frozen_agent_is_sampled_and_not_trained(run):
         (("--rollout.max-staleness", "2"), "max_staleness is 2 and carry_over is false"),
         (("--rollout.carry-over", "true"), "carry_over is true and deterministic is true"),
         (("--rollout.dynamic.enabled", "true", "--rollout.dynamic.oversample", "2"), "set oversample to 1"),
+        ((*CARRY_OVER, "--rollout.dynamic.enabled", "true", "--rollout.dynamic.oversample", "2"), "carry_over is true"),
         (("--team.solver.max-staleness", "1"), "team.solver.max_staleness is 1, rollout.max_staleness is 0"),
     ],
 )

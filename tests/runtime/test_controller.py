@@ -139,6 +139,7 @@ def loop(config: RunConfig, tmp_path: Path, plain_tokenizer):
     def build(writer, critic, *, steps: int, checkpoint=(), **more) -> Loop:
         train = config.train.model_copy(update={"steps": steps, "updates_per_step": more.pop("updates_per_step", 1)})
         changes = {"train": train, "checkpoint": config.checkpoint.model_copy(update=dict(checkpoint))}
+        changes["rollout"] = config.rollout.model_copy(update=more.pop("rollout", {}))
         opened.append(Loop(config.model_copy(update=changes), tmp_path, plain_tokenizer, writer, critic, **more))
         return opened[-1]
 
@@ -234,6 +235,21 @@ def test_only_the_skipped_one_of_several_updates_is_kept(loop, tmp_path: Path) -
     assert {row.task for row in first.rows}.isdisjoint(row.task for row in second.rows)
     assert {row["update"] for row in kept} == {1}
     assert made.policies["main"].scored == 4  # with several updates the gap is measured before the first
+
+
+def test_I9_a_step_that_changed_no_policy_ends_with_nothing_in_flight_as_well(loop) -> None:
+    """Else what a checkpoint holds of the next step would depend on timing."""
+    running = loop(total_or_more, odd, steps=3, not_finite={1, 2}, rollout={"max_staleness": 1}, checkpoint={"every_steps": 1})
+    feed, seen = running.controller.driver.feed, []
+    save = running.checkpoints.save
+
+    def watched(*args, **more) -> None:
+        seen.append((feed.in_flight, feed.ahead))
+        save(*args, **more)
+
+    running.checkpoints.save = watched
+    running.controller.run(1)
+    assert seen == [(0, 2), (0, 2), (0, 0)]
 
 
 def test_a_failed_save_is_counted_in_the_next_step_and_the_run_goes_on(loop, tmp_path: Path) -> None:

@@ -232,6 +232,15 @@ def test_an_agent_of_a_sub_team_is_ablated_under_its_dotted_name(config, tmp_pat
     assert result.team.per_agent()["inner.solver"]["calls"] == 20
 
 
+def test_what_a_base_model_says_in_an_ablation_has_the_price_of_its_policy(config, tmp_path, folders):
+    words = ("--policies.main.price-per-million-tokens", "2", "--eval.ablate", "['solver']")
+    result = run(config(*words), tmp_path, Staff(trained=rated, base=lambda *_: "no"), model=folders.trained)
+    alone = result.without["solver"]
+    assert alone.per_agent()["solver"]["cost"] == pytest.approx(20 * (6 + 3) * 2e-6)
+    assert (alone.solved()["cost"], alone.solved()["unpriced"]) == (pytest.approx(20 * (6 + 3) * 2e-6), [])
+    assert result.team.solved()["cost"] == pytest.approx((20 * 6 + 7 * 4 + 13 * 3) * 2e-6)
+
+
 def test_I9_an_ablation_has_the_tasks_and_seeds_of_the_whole_team(config, tmp_path, folders):
     staff = Staff(trained=rated, base=rated)
     run(config("--eval.ablate", "['solver']", "--eval.max-tasks", "3"), tmp_path, staff, model=folders.trained)
@@ -251,6 +260,70 @@ def test_only_the_engines_that_a_team_needs_run_at_a_time(config, tmp_path, fold
     assert shared.together == [["main"], ["base of main", "main"]]
     assert [voice.config.gpu_memory_fraction for _, voice in shared.made] == [0.25, 0.25]
     assert (alone.open, shared.open) == ([], [])
+
+
+def test_I9_an_engine_that_goes_on_to_the_next_team_forgets_its_prefixes_first(config, tmp_path):
+    """What a pause does to an engine (`Engine.pause`): its prefix cache is empty after it."""
+    done = []
+
+    class Noting:
+        alive = False
+
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getattr__(self, call: str):
+            def note() -> None:
+                done.append(f"{call} {self._name}")
+                self.alive = call != "close"
+
+            return note
+
+    engine = config().policies["main"].engine
+    voices = {name: Voice("main", engine, tmp_path) for name in ("main", "base")}
+    plan = [{"main"}, {"main", "base"}, {"base"}]
+    with Engines(lambda name, *_: Noting(name), voices, config(), tmp_path, plan=plan) as engines:
+        for names in plan:
+            engines.take(names)
+            engines.start()
+            done.append("play")
+    teams = " ".join(done).split(" play ")
+    assert teams == [
+        "start main",
+        "pause main resume main start base",
+        "close main pause base resume base",
+        "close base",
+    ]
+
+
+REWARDS = json.dumps({"type": "exact", "by_source": {"a": "exact", "c": "exact"}})
+
+
+def test_a_reward_that_does_not_fit_is_refused_before_an_engine_starts(config, tmp_path, folders):
+    staff = Staff(base=rated)
+    for words, message in (
+        (("--reward", REWARDS), "reward.by_source names 'c', and no task has that source; expected one of a, b"),
+        (("--reward.type", "gym"), "reward.type is gym, and the task .* isn't made by a reasoning-gym generator"),
+        (
+            ("--reward.by-source", "{sums = 'gym'}", "--eval.data", "{type = 'sums', size = 3}"),
+            "reward.by_source.sums is gym, and the task sums/2 isn't made by",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(config(*words), tmp_path, staff, model=folders.base)
+    assert staff.made == []
+    assert not (tmp_path / "eval").exists()
+
+
+def test_sources_that_only_training_has_keep_their_rewards_and_its_data_need_not_be_there(config, tmp_path, folders):
+    words = ("--reward.by-source", "{a = 'exact'}", "--eval.data", "{type = 'sums', size = 3}")
+    solved = Staff(base=lambda prompt, key: "yes")
+    assert run(config(*words), tmp_path, solved, model=folders.base).tasks == 3
+    typed = ("--reward.by-source", "{aa = 'exact'}", *words[2:])
+    with pytest.raises(ConfigError, match=r"by_source names 'aa', and no task has that source; .*expected one of a, b, sums"):
+        run(config(*typed), tmp_path, solved, model=folders.base)
+    (tmp_path / "tasks.jsonl").unlink()
+    assert run(config(*words), tmp_path, solved, model=folders.base).tasks == 3
 
 
 @pytest.mark.parametrize(
@@ -368,6 +441,40 @@ def test_a_folder_with_something_else_in_it_stays_as_it_is(config, tmp_path, fol
     with pytest.raises(ConfigError, match="holds no evaluation; give another --output"):
         run(config(), tmp_path, Staff(base=rated), model=folders.base)
     assert [path.name for path in (tmp_path / "eval").iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("settings.json", "{}"),
+        ("eval.json", '{"name": "toy"}'),
+        ("drmas-eval.json", ""),
+        ("drmas-eval.json", '{"folder of": "something else"}'),
+        ("drmas-eval.json", "\\xff"),
+    ],
+)
+def test_a_folder_that_only_looks_like_an_evaluations_stays_as_it_is(config, tmp_path, folders, name, text):
+    place = tmp_path / "eval"
+    (place / "logs").mkdir(parents=True)
+    (place / "logs" / "years.log").write_text("mine")
+    (place / name).write_text(text)
+    with pytest.raises(ConfigError, match="holds no evaluation"):
+        run(config(), tmp_path, Staff(base=rated), model=folders.base)
+    assert sorted(path.name for path in place.rglob("*")) == sorted(["logs", "years.log", name])
+    assert (place / "logs" / "years.log").read_text() == "mine"
+
+
+@pytest.mark.parametrize("where", ["write_environment", "dump", "write_episodes"])
+def test_the_folder_of_a_killed_evaluation_is_the_next_ones(config, tmp_path, folders, monkeypatch, where):
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"drmas.runtime.evaluate.{where}", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(config(), tmp_path, Staff(base=rated), model=folders.base)
+    assert any((tmp_path / "eval").iterdir())
+    assert run(config(), tmp_path, Staff(base=rated), model=folders.base).tasks == 5
 
 
 def test_an_interrupt_closes_the_engines(config, tmp_path, folders):

@@ -181,6 +181,27 @@ def test_a_surplus_is_the_next_steps_until_it_is_too_stale() -> None:
     assert feed.dropped == 2
 
 
+@given(st.data(), st.integers(1, 3), st.integers(1, 3))
+def test_dynamic_sampling_with_carry_over_fills_every_step(data, ahead, size) -> None:
+    def choose(flying: list[Rollout]) -> Rollout:
+        return data.draw(st.sampled_from(flying))
+
+    def reward(task: str, sample: int) -> float:
+        return float(sample) if int(task.partition("/")[2].partition("@")[0]) % 3 else 1.0  # a third of the tasks teach nothing
+
+    config = {"tasks_per_step": size, "max_staleness": ahead, "carry_over": True, "deterministic": False}
+    dynamic = {"enabled": True, "max_tries": 3}
+    feed, _ = make(ManualCollector(2, reward, choose), last_step=5, dynamic=dynamic, **config)
+    seen: list[str] = []
+    for step in range(1, 6):
+        taken = feed.take(step)
+        assert len(taken) == size
+        assert all(0 <= step - group.step <= ahead for group in taken)
+        seen += ids(taken)
+        feed.accept(step, taken)
+    assert len(set(seen)) == 5 * size
+
+
 def test_a_groups_rewards_reach_the_source_in_the_order_of_its_launch(monkeypatch) -> None:
     heard: list[tuple[str, list[float]]] = []
     feed, _ = make(ManualCollector(2, mixed, lambda flying: flying[-1]))
@@ -217,27 +238,32 @@ def test_I9_a_state_carries_what_is_on_its_way_and_goes_on_with_it() -> None:
     broken = feed._groups[1]
     if not broken.done:
         collector.finish(broken.rollout)
-    broken.episodes[1].failure, broken.episodes[1].reward = Failure("engine", "died"), None
+    broken.episodes[1].failure, broken.episodes[1].reward = Failure("overlong", "the prompt is too long"), None
+    undone = next(group for group in feed._groups if not group.done)
     state = json.loads(json.dumps(feed.state()))
 
     resumed, again = make(ManualCollector(2, mixed), max_staleness=2, carry_over=True, deterministic=False)
     resumed.restore(state)
     assert again.launched == []  # nothing starts before engines have their weights
+    assert resumed.settle()  # what wasn't launched isn't waited for
     taken = resumed.take(2)
     assert ids(taken)[0] == ready.task.id
     assert taken[0].episodes[0].turns[0].response_ids == [3]
     assert [episode.reward for episode in taken[0].episodes] == [0.0, 1.0]
+    restored = next(group for group in [*taken, *resumed._groups] if group.task.id == broken.task.id)
+    assert [episode.status for episode in restored.episodes] == ["ok", "overlong"]  # an episode that failed stays so
     launched = {rollout.episodes[0].task.id: rollout.step for rollout in again.launched}
-    assert launched[broken.task.id] == 1  # run again, with the seeds that it had
-    assert ready.task.id not in launched
+    assert launched[undone.task.id] == 1  # run again, with the seeds that it had
+    assert not {ready.task.id, broken.task.id} & set(launched)
     assert not set(launched) & set(tasks(2))  # the first step's tasks were trained with before
 
 
-def test_put_back_groups_are_the_next_steps_first() -> None:
+def test_put_back_groups_are_the_next_steps_first_and_run_anew() -> None:
     feed, _ = make()
     taken = feed.take(1)
     feed.put_back(taken)
-    assert [group["task"]["id"] for group in feed.state()["groups"]] == ids(taken)
+    assert [(group["task"]["id"], group["episodes"]) for group in feed.state()["groups"]] == [(id, None) for id in ids(taken)]
+    assert feed.in_flight == 0
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def test_what_each_agent_did_in_finished_episodes():
         episode("a/1", 2, None, turn(read=1000, generated=1000)),
     ]
     episodes[0].tool_uses = [ToolUse("search", "{}", "found", agent="solver", turn=0), ToolUse("search", "{}", "found")]
+    episodes[2].tool_uses = [ToolUse("search", "{}", "found", agent="solver", turn=0)] * 3  # of a failed episode
     found = scores(episodes, prices={"main": 2.0}).per_agent()
     assert found["solver"] == {
         "calls": 2,
@@ -120,6 +121,13 @@ def test_what_a_solution_takes():
     assert (found["cost"], found["cost_each"]) == (pytest.approx(4e-4), pytest.approx(8e-5))
     assert (found["seconds_mean"], found["seconds_p50"], found["seconds_p95"]) == (3.0, 3.0, pytest.approx(4.8))
     assert found["unpriced"] == []
+
+
+def test_what_a_solution_takes_counts_rewards_of_one_and_more_as_solved():
+    rewards = (0.5, 0.99, 1.0, 1.5)
+    episodes = [episode(f"a/{k}", 0, reward, turn(), seconds=reward) for k, reward in enumerate(rewards)]
+    found = scores(episodes).solved()
+    assert (found["episodes"], found["tasks"], found["tokens_each"], found["seconds_mean"]) == (2, 2, 30.0, 1.25)
 
 
 def test_without_a_price_or_a_solution_there_is_no_cost_each():

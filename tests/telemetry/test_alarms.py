@@ -4,7 +4,7 @@ import io
 import json
 import math
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
@@ -290,12 +290,25 @@ def test_the_file_reads_back_what_was_written_and_forgets_what_a_resumed_run_rai
     assert [json.loads(line)["step"] for line in (tmp_path / "alarms.jsonl").read_text().splitlines()] == [12]
 
 
-@pytest.mark.parametrize("line", ["nonsense", '{"step": 1}', "[]"])
-def test_a_damaged_file_is_named(tmp_path, line):
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"nonsense", "not JSON: .*; expected an alarm per line"),
+        (b"[]", "holds a list; expected an alarm"),
+        (b'{"step": 1}', "not an alarm"),
+        (json.dumps(asdict(ALARM) | {"step": "x"}).encode(), "not an alarm"),
+        (json.dumps(asdict(ALARM) | {"rows": [1]}).encode(), "not an alarm"),
+        (json.dumps(asdict(ALARM) | {"rows": None}).encode(), "not an alarm"),
+        (b'{"step": "\xff"}', "not UTF-8"),
+        (b"[" * 100_000, "can't be read"),
+        (b'{"step": ' + b"9" * 5000 + b"}", "can't be read"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, line, message):
     append_alarms(tmp_path, [ALARM])
-    with (tmp_path / "alarms.jsonl").open("a") as file:
-        file.write(f"{line}\n")
-    with pytest.raises(DataError, match=r"alarms\.jsonl:2: not an alarm"):
+    with (tmp_path / "alarms.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(DataError, match=rf"alarms\.jsonl:2: {message}"):
         read_alarms(tmp_path)
 
 

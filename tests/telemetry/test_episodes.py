@@ -114,5 +114,5 @@ def test_a_damaged_line_is_named(tmp_path, episodes, tokenizers, advantages):
     with pytest.raises(DataError, match=r"step_1\.jsonl:2: not JSON"):
         read_episodes(tmp_path, 1)
     path.write_text("3\n")
-    with pytest.raises(DataError, match=r"step_1\.jsonl:1: expected an episode"):
+    with pytest.raises(DataError, match=r"step_1\.jsonl:1: holds a int; expected an episode"):
         read_episodes(tmp_path, 1)

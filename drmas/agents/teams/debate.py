@@ -5,6 +5,7 @@
 The answer is the text of the solution that the judge picks by its number. Where the judge names none that there is, it is the
 first of those with the most common answer (what the solver's parser found); `judge.on_invalid = "fail_open"` takes the first
 solution instead. All solvers are one agent, called `solvers` times per round, so that its segments hold all of these calls.
+Thoughts are neither handed on nor graded.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pydantic import Field, PositiveInt
 
 from drmas.agents.agent import AgentConfig
 from drmas.agents.calls import Agents
+from drmas.agents.parsers import spoken
 from drmas.agents.prompts import quote, tags
 from drmas.agents.team import TeamConfig, register_team
 from drmas.types import Task, Turn
@@ -63,7 +65,7 @@ class Debate(TeamConfig):
                 agents.solver(
                     self.revise,
                     question=task.question,
-                    own=quote(own.text, marks),
+                    own=quote(spoken(own.text), marks),
                     others=_listed([other for other in solutions if other is not own], marks),
                 )
                 for own in solutions
@@ -71,7 +73,7 @@ class Debate(TeamConfig):
             solutions = await asyncio.gather(*calls)
         listed = _listed(solutions, self.judge.tags | _SLOTS)
         verdict = await agents.judge(question=task.question, solutions=listed, count=self.solvers)
-        return _picked(solutions, verdict.parsed).text
+        return spoken(_picked(solutions, verdict.parsed).text)
 
 
 def _picked(solutions: Sequence[Turn], number: str | None) -> Turn:
@@ -87,6 +89,6 @@ def _picked(solutions: Sequence[Turn], number: str | None) -> Turn:
 
 def _listed(solutions: Sequence[Turn], marks: set[str] | frozenset[str]) -> str:
     return "\n".join(
-        f"{number}:\n<solution>\n{quote(solution.text, marks)}\n</solution>"
+        f"{number}:\n<solution>\n{quote(spoken(solution.text), marks)}\n</solution>"
         for number, solution in enumerate(solutions, start=1)
     )

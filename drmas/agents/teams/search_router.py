@@ -1,11 +1,11 @@
-"""Search with a router: it decides in each turn whether what was found is enough to answer.
+"""Search with a router: it decides in each round whether what was found is enough to answer.
 
     router -> (search)  searcher writes a query -> the tool `search` -> router with what was found -> ...
-           -> (answer)  answerer -> done                      the last of `turns` turns answers without asking the router
+           -> (answer)  answerer -> done                      the last of `rounds` rounds answers without asking the router
 
 Queries and passages reach the agents as data in their prompts. The answer is what the answerer's parser finds in its own last
 response: nothing that was retrieved or that others said can pass for it. A router response without a decision searches on, or
-answers where `router.on_invalid` is fail_open; a searcher response without a query passes the turn without a search, or the
+answers where `router.on_invalid` is fail_open; a searcher response without a query passes the round without a search, or the
 whole text is the query where `searcher.on_invalid` is fail_open.
 """
 
@@ -19,11 +19,12 @@ from pydantic import PositiveInt
 
 from drmas.agents.agent import AgentConfig
 from drmas.agents.calls import Agents
+from drmas.agents.parsers import spoken
 from drmas.agents.prompts import quote
 from drmas.agents.team import TeamConfig, register_team
 from drmas.types import Task
 
-_KNOWN = frozenset({"question", "history", "turn", "turns"})
+_KNOWN = frozenset({"question", "history", "round", "rounds"})
 _SLOTS = frozenset({"query", "information"})
 
 
@@ -46,11 +47,11 @@ class SearchRouter(TeamConfig):
     }
     uses: ClassVar[frozenset[str]] = frozenset({"search"})
 
-    turns: PositiveInt = 4
-    """Most turns per episode: so many decisions and searches, less the last one, which answers."""
+    rounds: PositiveInt = 4
+    """Most rounds per episode: so many decisions and searches, less the last one, which answers."""
     router: AgentConfig = AgentConfig(
         prompt=(
-            "Question: {question}\n\n{history}\n\nThis is turn {turn} of {turns}. Is that enough to answer the question for "
+            "Question: {question}\n\n{history}\n\nThis is round {round} of {rounds}. Is that enough to answer the question for "
             "sure? Think briefly. End with <verdict>answer</verdict> if it is, or <verdict>search</verdict> if something has "
             "to be looked up first."
         ),
@@ -73,21 +74,21 @@ class SearchRouter(TeamConfig):
 
     async def run(self, task: Task, agents: Agents) -> str | None:
         history: list[Found] = []
-        turn = 1
-        while turn < self.turns:
-            decision = await agents.router(**self._known(task, history, turn, self.router))
+        round_ = 1
+        while round_ < self.rounds:
+            decision = await agents.router(**self._known(task, history, round_, self.router))
             if decision.parsed:
                 break
-            advice = quote(decision.text, self.searcher.tags)
-            query = await agents.searcher(advice=advice, **self._known(task, history, turn, self.searcher))
+            advice = quote(spoken(decision.text), self.searcher.tags)
+            query = await agents.searcher(advice=advice, **self._known(task, history, round_, self.searcher))
             if query.parsed:
                 result = await agents.tools.search(query=query.parsed)
                 history.append(Found(query.parsed, result.text))
-            turn += 1
-        answer = await agents.answerer(**self._known(task, history, turn, self.answerer))
+            round_ += 1
+        answer = await agents.answerer(**self._known(task, history, round_, self.answerer))
         return answer.parsed
 
-    def _known(self, task: Task, history: list[Found], turn: int, reader: AgentConfig) -> dict[str, object]:
+    def _known(self, task: Task, history: list[Found], round_: int, reader: AgentConfig) -> dict[str, object]:
         """What every agent is told, with the searches so far as text whose tags `reader` can't mistake for its prompt's."""
         marks = reader.tags | _SLOTS
         found = "\n".join(
@@ -98,6 +99,6 @@ class SearchRouter(TeamConfig):
         return {
             "question": task.question,
             "history": found or "Nothing has been searched yet.",
-            "turn": turn,
-            "turns": self.turns,
+            "round": round_,
+            "rounds": self.rounds,
         }

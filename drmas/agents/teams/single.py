@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from drmas.agents.agent import AgentConfig
 from drmas.agents.calls import Agents
+from drmas.agents.parsers import spoken
 from drmas.agents.team import TeamConfig, register_team
 from drmas.types import Task
 
@@ -24,4 +25,4 @@ class Single(TeamConfig):
 
     async def run(self, task: Task, agents: Agents) -> str | None:
         turn = await agents.solver(question=task.question)
-        return turn.text
+        return spoken(turn.text)

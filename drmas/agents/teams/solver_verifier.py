@@ -2,8 +2,9 @@
 
     solver -> verifier -> (approved: done) -> solver with the critique -> verifier -> ...      at most `rounds` solver calls
 
-The answer is the last solver text. A verifier response without a verdict rejects the solution, or approves it where
-`verifier.on_invalid` is fail_open. An episode has between one and 2 * rounds turns, so the agents' segments are ragged.
+The answer is the last solver text; thoughts are neither handed on nor graded. A verifier response without a verdict rejects the
+solution, or approves it where `verifier.on_invalid` is fail_open. An episode has between one and 2 * rounds turns, so that the
+agents' segments are ragged.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pydantic import PositiveInt
 
 from drmas.agents.agent import AgentConfig
 from drmas.agents.calls import Agents
+from drmas.agents.parsers import spoken
 from drmas.agents.prompts import quote, tags
 from drmas.agents.team import TeamConfig, register_team
 from drmas.types import Task, Turn
@@ -57,7 +59,7 @@ class SolverVerifier(TeamConfig):
             solution = await agents.solver(
                 self.revise or None if solution else None,
                 question=task.question,
-                critique=quote(critique.text, self._solver_tags) if critique else "",
+                critique=quote(spoken(critique.text), self._solver_tags) if critique else "",
                 **_said(solution, self._solver_tags),
             )
             if round_ == self.rounds and not self.verify_last:
@@ -65,7 +67,7 @@ class SolverVerifier(TeamConfig):
             critique = await agents.verifier(question=task.question, **_said(solution, self.verifier.tags))
             if critique.parsed:
                 break
-        return solution.text
+        return spoken(solution.text)
 
     @property
     def _solver_tags(self) -> set[str]:
@@ -73,8 +75,9 @@ class SolverVerifier(TeamConfig):
 
 
 def _said(solution: Turn | None, tags: set[str]) -> dict[str, str]:
-    """The solver's text and what it marked as its answer; empty before its first call and where it marked none."""
+    """What the solver said, without its thoughts, and what it marked as its answer; empty before its first call, the latter
+    also where it marked none."""
     if solution is None:
         return {"solution": "", "answer": ""}
     answer = "" if solution.parsed is None else str(solution.parsed)
-    return {"solution": quote(solution.text, tags), "answer": quote(answer, tags)}
+    return {"solution": quote(spoken(solution.text), tags), "answer": quote(answer, tags)}

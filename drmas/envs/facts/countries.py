@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from drmas.envs.facts.names import (
+    CORRECTED,
     CURRENCIES,
     DISSOLVED,
     FUNDS,
@@ -80,7 +81,7 @@ def countries() -> Mapping[str, Country]:
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{file}: {type(error).__name__}: {error}; expected a country of countryinfo>=1.0,<2") from error
         if code not in rows or not rows[code].get("area"):
-            rows[code] = row
+            rows[code] = row | CORRECTED.get(code, {})
     borders = _mutual_borders(rows)
     kept = [code for code in sorted(rows) if _is_whole(rows[code])]
     spoken = {name for code in kept for name in (_name(rows[code]), rows[code].get("demonym") or "")}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from urllib.parse import quote
 
-from drmas.envs.facts.names import DOUBTFUL_DISCOVERIES, PLACES
+from drmas.envs.facts.names import DOUBTFUL_DISCOVERIES, PLACES, PREDICTED_MELTING
 from drmas.envs.facts.text import clean, package_file, sentences
 from drmas.errors import DataError
 
@@ -78,6 +78,7 @@ def _element(number, symbol, name, group, period, series, year, location, by, or
     text = clean(by or "").rstrip(".")
     ancient = text == "Known to the ancients"
     known = not ancient and symbol not in DOUBTFUL_DISCOVERIES and bool(location) and "/" not in location
+    measured = number <= _LAST_MEASURED and symbol not in PREDICTED_MELTING
     place = clean(location) if known else None
     names = re.sub(r"\.(?=[A-Z])", ". ", text.replace(";", ",")).replace("et al", "and others") if known else None
     notes = [note for note in sentences(clean(description or "")) if note and not _SECOND_SOURCE.search(note)]
@@ -88,7 +89,7 @@ def _element(number, symbol, name, group, period, series, year, location, by, or
         group=group,
         period=period,
         series=series.lower(),
-        melting_point=round(melting) if melting is not None and number <= _LAST_MEASURED else None,
+        melting_point=round(melting) if melting is not None and measured else None,
         year=year if known else None,
         place=place,
         country=PLACES.get(place, place) if place else None,

@@ -95,10 +95,21 @@ UNSETTLED: dict[str, frozenset[str]] = {
     "borders": frozenset({"LK"}),
     "capital": _codes("BI BJ BO CH CI CL CY EG GQ HK ID IL KZ LK ME MO MS MY NL NR PW SZ TK TZ VA YE ZA"),
     "currency": _codes("CU LR SV ZW"),
-    "language": _codes("AF BF DZ ET KI MA ML MU MX NE NL PE PH PW RS SZ TL TV ZM"),
+    "language": _codes(
+        "AF AM AR AZ BF BI BO BZ CH CK CY CZ DZ ET FJ FO GG GQ GU IL JE KI KM LB MA MK ML MP MU MX NA NE NF NL NU PE PG PH PN "
+        "PW RS RW SC SZ TJ TK TL TM TV UZ ZM"
+    ),
 }
-"""Countries of which a fact is contested, divided or changed since: a border at sea, several capitals or a moved
-seat, several languages."""
+"""Countries of which a fact is contested, divided, wrong or changed since: a border at sea, several capitals or a
+moved seat, a list of languages that lacks an official one or has one that isn't."""
+
+CORRECTED: dict[str, dict[str, str | int]] = {
+    "IE": {"population": 4_609_600},
+    "ME": {"subregion": "Southern Europe"},
+    "RS": {"area": 77_474, "subregion": "Southern Europe"},
+}
+"""What the package has from another place, as it is: Serbia's area is Slovakia's there, Ireland's population its island's;
+the region of Montenegro and Serbia isn't that of the United Nations' list (M49), which the others' is."""
 
 RENAMED = {"BS": "Bahamas", "FM": "Micronesia", "GM": "Gambia", "MK": "North Macedonia", "SZ": "Eswatini", "VA": "Vatican City"}
 """The names that the corpus uses, where the package's is another."""
@@ -121,7 +132,10 @@ OTHER_NAMES = {
 PLACES = {"England": "United Kingdom", "Scotland": "United Kingdom", "Great Britain": "United Kingdom"}
 """Where an element was discovered, if that is a part of a country -> the country."""
 
-DOUBTFUL_DISCOVERIES = _codes("Bh Cd Co Db Fr Lv Nb Nd Nh No Os Pr Pt Rf Rn Se V Y")
+DOUBTFUL_DISCOVERIES = _codes("Am Bh Cd Co Db Fr Ho Lr Lu Lv Nb Nd Nh No Os Pr Pt Rf Rn Se V Y")
 """Elements whose discovery is contested, or misdated or misspelt in the package: it is left out."""
+
+PREDICTED_MELTING = _codes("At Fr")
+"""Elements of which too little was ever there to melt; besides those from number 96 on."""
 
 OTHER_ELEMENT_NAMES = {"Al": ("Aluminium",), "Cs": ("Caesium",), "S": ("Sulphur",)}

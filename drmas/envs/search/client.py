@@ -19,9 +19,10 @@ from typing import Any
 
 import httpx
 
+from drmas.core.endpoints import bearer, checked_url
 from drmas.envs.search.corpus import Passage
 from drmas.envs.search.index import Hit
-from drmas.errors import ConfigError, ToolError
+from drmas.errors import ToolError
 
 RETRIED = (500, 502, 503, 504)
 MAX_ANSWER_BYTES = 16 * 2**20
@@ -37,20 +38,30 @@ class RetrieverClient:
     """Asks the servers at `urls` in turn."""
 
     def __init__(
-        self, urls: Sequence[str], *, timeout_seconds: float, max_retries: int, pause_seconds: float = 0.25, seed: int = 0
+        self,
+        urls: Sequence[str],
+        *,
+        timeout_seconds: float,
+        max_retries: int,
+        key: str = "",
+        section: str = "search",
+        pause_seconds: float = 0.25,
+        seed: int = 0,
     ) -> None:
         """`timeout_seconds` is for a query with its retries; one attempt gets at most half of it, where there are retries.
 
-        The first pause is about `pause_seconds`, each later one twice the one before. ConfigError: a URL isn't http or https.
+        The first pause is about `pause_seconds`, each later one twice the one before. `key` is sent as a bearer token and never
+        shown. ConfigError, about tools.SECTION.url: a URL isn't http or https, or holds more than host and path.
         """
-        self._urls = [_endpoint(url) for url in urls]
+        self._urls = [_endpoint(url, section) for url in urls]
+        self._key = key.encode()
         self._timeout_seconds, self._max_retries, self._pause_seconds = timeout_seconds, max_retries, pause_seconds
         self._random = random.Random(seed)
         self._asked = 0
         self._client = httpx.AsyncClient(
             timeout=timeout_seconds / 2 if max_retries else timeout_seconds,
             limits=httpx.Limits(max_connections=512, max_keepalive_connections=128),
-            headers={"accept-encoding": "identity"},
+            headers={"accept-encoding": "identity", **bearer(key)},
             trust_env=False,
         )
 
@@ -84,7 +95,7 @@ class RetrieverClient:
         except TimeoutError:
             cause = f"{cause}; {self._timeout_seconds:g} s are over"
         raise ToolError(
-            f"search: {_shown(url)} gave no answer in {attempts} attempts: {cause}; expected a retrieval server there "
+            f"search: {url} gave no answer in {attempts} attempts: {cause}; expected a retrieval server there "
             f"(drmas serve-retriever): see to it, or change the tool's url, max_retries or timeout_seconds"
         )
 
@@ -97,6 +108,8 @@ class RetrieverClient:
             request = {"query": query, "topk": topk, "return_scores": True}
             async with self._client.stream("POST", url, json=request) as answer:
                 body = await _read(answer, url)
+                if self._key:
+                    body = body.replace(self._key, b"[key]")  # some servers send it back
         except httpx.TimeoutException as error:
             raise _TryAgain(f"{type(error).__name__} after {self._client.timeout.read:g} s") from error
         except httpx.RequestError as error:
@@ -104,8 +117,8 @@ class RetrieverClient:
         if answer.status_code in RETRIED:
             raise _TryAgain(f"status {answer.status_code}: {_excerpt(body)}")
         if answer.status_code != 200:
-            raise ToolError(f"search: {_shown(url)} answered with status {answer.status_code}, expected 200: {_excerpt(body)}")
-        return hits_of(body, topk, _shown(url))
+            raise ToolError(f"search: {url} answered with status {answer.status_code}, expected 200: {_excerpt(body)}")
+        return hits_of(body, topk, str(url))
 
 
 async def _read(answer: httpx.Response, url: httpx.URL) -> bytes:
@@ -113,7 +126,7 @@ async def _read(answer: httpx.Response, url: httpx.URL) -> bytes:
     async for chunk in answer.aiter_bytes():
         body += chunk
         if len(body) > MAX_ANSWER_BYTES:
-            raise ToolError(f"search: {_shown(url)} answered with more than {MAX_ANSWER_BYTES} bytes; expected a few passages")
+            raise ToolError(f"search: {url} answered with more than {MAX_ANSWER_BYTES} bytes; expected a few passages")
     return bytes(body)
 
 
@@ -148,19 +161,9 @@ def _against_schema(where: str, found: str) -> ToolError:
     )
 
 
-def _endpoint(url: str) -> httpx.URL:
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"search: the url {url!r} can't be read: {error}; expected such as http://127.0.0.1:8000") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(f"search: the url {url!r} is no address of a server; expected such as http://127.0.0.1:8000")
+def _endpoint(url: str, section: str) -> httpx.URL:
+    parsed = httpx.URL(checked_url(f"tools.{section}.url", url, example="http://127.0.0.1:8000"))
     return parsed.copy_with(path="/retrieve") if parsed.path in ("", "/") else parsed
-
-
-def _shown(url: httpx.URL) -> str:
-    """The URL without what may be secret in it."""
-    return str(url.copy_with(username=None, password=None, query=None, fragment=None))
 
 
 def _excerpt(body: bytes) -> str:

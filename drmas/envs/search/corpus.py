@@ -10,7 +10,6 @@ and by `drmas serve-retriever`.
 
 from __future__ import annotations
 
-import json
 import os
 from array import array
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from drmas.errors import DataError
+from drmas.jsonl import parse_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +102,7 @@ class JsonlCorpus(Sequence[Passage]):
 
 
 def _passage(line: bytes, where: str, default_id: str) -> Passage:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 at byte {error.start} of the line; expected a JSONL file in UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}; expected one object per line") from error
-    except (RecursionError, ValueError) as error:
-        raise DataError(f"{where}: can't be read: {error}; expected one object per line") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: holds a {type(row).__name__}; expected an object with contents")
+    row = parse_object(line, where, "an object with contents")
     contents = _text(row, "contents", where)
     if not contents.strip():
         raise DataError(f"{where}: `contents` is empty or missing; found the keys {', '.join(row) or '(none)'}")

@@ -19,19 +19,17 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
+from drmas.core.tags import last_tagged
+
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NUMBER_SIGNS = re.compile(r"(?<=\d)\.(?=\d)|(?<![^\W_])-(?=\.?\d)|(?<![^\W_.])\.(?=\d)")
-_OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 def final_answer(text: str) -> str:
     """What stands in the last complete `<answer>` pair after the last `</think>`; without a pair, all that stands there."""
     said = text.rpartition("</think>")[2]
-    start = said.rfind(_OPEN, 0, said.rfind(_CLOSE) + 1)
-    if start < 0:
-        return said.strip()
-    start += len(_OPEN)
-    return said[start : said.index(_CLOSE, start)].strip()
+    tagged = last_tagged(said, "answer")
+    return (said if tagged is None else tagged).strip()
 
 
 def normalise(text: str) -> str:

@@ -2,12 +2,12 @@
 
     search = Search(SearchTool(corpus="facts"))
     await search.start()
-    text, ok = await search.call("search", {"query": "element 74"})
+    text, ok = await search.call("search", {"query": "tungsten"})
 
 Passages are numbered, and each is cut to `max_passage_chars`:
 
     [1] Tungsten
-    Tungsten is the chemical element with ...
+    Tungsten is the chemical element with the symbol W and the atomic number 74. ...
 
 Trouble (no server, no answer in time, an answer of another shape) is a ToolError, which fails the episode (I3); what the agent
 did wrong (an empty query) is a text that it reads. Made by the run's tools; all calls are in one event loop.
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from drmas.config.tasks import SearchTool
+from drmas.core.endpoints import key_of
 from drmas.envs.search.batcher import Batcher, Busy
 from drmas.envs.search.cache import LruCache
 from drmas.envs.search.client import RetrieverClient
@@ -45,8 +46,10 @@ _building = threading.Lock()
 class Search:
     """A `tools.NAME` section of type search."""
 
-    def __init__(self, config: SearchTool) -> None:
-        """Nothing is read yet. ConfigError: the url is none. DataError, ModelError: there is no such corpus or encoder."""
+    def __init__(self, config: SearchTool, section: str = "search") -> None:
+        """Nothing is read yet. ConfigError: the url is none, or its key isn't there. DataError, ModelError: no such corpus or
+        encoder.
+        """
         self.timeout_seconds = config.timeout_seconds
         self.specs: Sequence[dict[str, Any]] = [
             {
@@ -71,8 +74,14 @@ class Search:
         if config.url is not None:
             urls = config.url.split()
             if not urls:
-                raise ConfigError("search: url is empty; expected such as http://127.0.0.1:8000, or leave it unset")
-            self._client = RetrieverClient(urls, timeout_seconds=self._deadline_seconds, max_retries=config.max_retries)
+                raise ConfigError(f"tools.{section}.url is empty; expected such as http://127.0.0.1:8000, or leave it unset")
+            self._client = RetrieverClient(
+                urls,
+                timeout_seconds=self._deadline_seconds,
+                max_retries=config.max_retries,
+                key=key_of(f"tools.{section}.api_key_env", config.api_key_env),
+                section=section,
+            )
             return
         check_corpus(config.corpus)
         if config.index == "dense":

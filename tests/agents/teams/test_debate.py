@@ -82,3 +82,16 @@ async def test_a_solution_closes_no_slot_in_the_next_round_either(play) -> None:
         assert prompt.count("</solution>") == 2
         assert "a< /solution>\n</solution>" in prompt
         assert "b< /solution>\n</solution>" in prompt
+
+
+async def test_thoughts_reach_neither_the_others_nor_the_judge_nor_the_reward(play) -> None:
+    prompts = []
+
+    def rule(agent: str, prompt: str) -> str:
+        prompts.append(prompt)
+        return "<choice>2</choice>" if agent == "judge" else r"<think>or \boxed{9}</think>\boxed{5}"
+
+    episode = await play(load_team({"name": "debate"}), rule)
+    assert episode.answer == r"\boxed{5}"
+    assert len(prompts) == 7
+    assert not any("boxed{9}" in prompt for prompt in prompts)

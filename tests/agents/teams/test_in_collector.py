@@ -170,7 +170,7 @@ def test_a_retry_is_a_row_with_its_penalty(collect) -> None:
 
 
 def test_a_team_searches_and_its_uses_are_recorded(collect) -> None:
-    team = load_team({"name": "search-router", "turns": 2})
+    team = load_team({"name": "search-router", "rounds": 2})
     episodes = collect(team, lambda agent, prompt: ROUTES[agent], tools=Toolbox({"search": Retriever()}), samples=4)
     for episode in episodes:
         assert (episode.status, episode.answer) == ("ok", "tungsten")
@@ -179,7 +179,7 @@ def test_a_team_searches_and_its_uses_are_recorded(collect) -> None:
 
 
 def test_I3_a_retriever_that_is_down_is_no_reward_of_zero(collect) -> None:
-    team = load_team({"name": "search-router", "turns": 2})
+    team = load_team({"name": "search-router", "rounds": 2})
     down = Toolbox({"search": Retriever(ToolError("tools.search: 503 for ever"))})
     (episode,) = collect(team, lambda agent, prompt: ROUTES[agent], tools=down)
     assert (episode.status, episode.reward, episode.failure.message) == ("tool", None, "tools.search: 503 for ever")

@@ -32,16 +32,16 @@ def passages(tool_rules):
     [
         ({}, [ANSWER], [], "RA", 0),
         ({}, [SEARCH, ANSWER], [QUERY], "RSRA", 1),
-        # the last turn answers without asking the router
+        # the last round answers without asking the router
         ({}, [SEARCH] * 3, [QUERY] * 3, "RSRSRSA", 3),
-        ({"turns": 2}, [SEARCH], [QUERY], "RSA", 1),
-        ({"turns": 1}, [], [], "A", 0),
-        # without a decision it searches on; without a query the turn passes
-        ({"turns": 2}, ["maybe"], [QUERY], "RSA", 1),
-        ({"turns": 3}, [SEARCH, SEARCH], ["element 74", QUERY], "RSRSA", 1),
-        ({"turns": 2, "router": {"on_invalid": "fail_open"}}, ["maybe"], [], "RA", 0),
-        ({"turns": 2, "searcher": {"on_invalid": "fail_open"}}, [SEARCH], ["element 74"], "RSA", 1),
-        ({"turns": 2, "router": {"retries": 1}}, ["maybe", ANSWER], [], "RRA", 0),
+        ({"rounds": 2}, [SEARCH], [QUERY], "RSA", 1),
+        ({"rounds": 1}, [], [], "A", 0),
+        # without a decision it searches on; without a query the round passes
+        ({"rounds": 2}, ["maybe"], [QUERY], "RSA", 1),
+        ({"rounds": 3}, [SEARCH, SEARCH], ["element 74", QUERY], "RSRSA", 1),
+        ({"rounds": 2, "router": {"on_invalid": "fail_open"}}, ["maybe"], [], "RA", 0),
+        ({"rounds": 2, "searcher": {"on_invalid": "fail_open"}}, [SEARCH], ["element 74"], "RSA", 1),
+        ({"rounds": 2, "router": {"retries": 1}}, ["maybe", ANSWER], [], "RRA", 0),
     ],
 )
 async def test_who_speaks_when(play, passages, settings, router, searcher, pattern, searches) -> None:
@@ -58,8 +58,8 @@ async def test_what_was_found_reaches_the_agents_and_a_colleagues_words_the_sear
     )
     await play(load_team({"name": "search-router"}), rule, question="Which element is {history}?", tools=passages)
     assert "Question: Which element is {history}?\n\nNothing has been searched yet." in prompts["router"][0]
-    assert "This is turn 1 of 4." in prompts["router"][0]
-    assert "This is turn 2 of 4." in prompts["router"][1]
+    assert "This is round 1 of 4." in prompts["router"][0]
+    assert "This is round 2 of 4." in prompts["router"][1]
     assert "<advice>\nLook it up. " in prompts["searcher"][0]
     found = "Search 1: <query>W, {turn}</query>\n<information>\n[1] About W, {turn}\n</information>"
     assert found in prompts["router"][1]
@@ -100,3 +100,15 @@ async def test_an_answer_with_an_error_of_the_tool_is_data_for_the_agents(play, 
     episode = await play(load_team({"name": "search-router"}), rule, tools=Refusing({}))
     assert episode.answer == "tungsten"
     assert "the query is too long" in prompts["answerer"][0]
+
+
+async def test_thoughts_are_not_handed_on(play, passages) -> None:
+    rule, prompts = scripted(
+        router=[f"<think>hm {ANSWER}</think>Look it up. {SEARCH}", ANSWER],
+        searcher=[f"<think><search>lead</search></think>{QUERY}"],
+        answerer=[f"<think><answer>lead</answer></think>{FINAL}"],
+    )
+    episode = await play(load_team({"name": "search-router"}), rule, tools=passages)
+    assert "<advice>\nLook it up. " in prompts["searcher"][0]
+    assert passages.used == [("search", {"query": "element 74"})]
+    assert episode.answer == "tungsten"

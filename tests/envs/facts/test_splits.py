@@ -133,6 +133,31 @@ def test_other_names_of_an_answer_are_accepted(key: str, accepted: str) -> None:
     assert exact_match("something else", answers) == 0.0
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "1/language/PG",
+        "1/language/MK",
+        "1/discovery-year/Am",
+        "1/discovery-country/Ho",
+        "1/discovery-country/Lr",
+        "1/discoverer/Lu",
+        "2/capital-of-discovery/Lu",
+        "1/melting/At",
+        "1/melting/Fr",
+    ],
+)
+def test_what_is_doubtful_is_not_asked(key: str) -> None:
+    assert f"facts/{key}" not in BY_ID
+
+
+def test_the_largest_neighbour_of_bosnia_is_serbia_in_every_wording() -> None:
+    asked = [task for task in ALL if "neighbour" in task.id and "country/BA" in task.extra["entities"][:-1]]
+    assert len(asked) >= 7
+    for task in asked:
+        assert task.truth == ("Belgrade" if "capital-of-largest" in task.id else "Serbia"), task
+
+
 AREA, KELVIN = r"an area of ([\d,.]+) square", r"melts at (\d+) kelvin"
 
 

@@ -61,7 +61,7 @@ def test_the_packaged_facts_are_passages_with_unlike_ids():
         ({"contents": "x", "title": True}, "`title` is a bool; expected text"),
         ({"contents": "x", "id": {}}, "`id` is a dict; expected text"),
         ('{"contents": "\\ud800"}', "half of a surrogate pair"),
-        ("[" * 100_000, "can't be read: .*; expected one object per line"),
+        ("[" * 100_000, "can't be read: .*; expected an object with contents per line"),
     ],
 )
 def test_a_bad_line_is_named_with_its_file(write, line, message):

@@ -26,6 +26,7 @@ def test_vectors_of_the_methods_first_implementation(vector):
         ("<answer>Lima</answer> <answer>Quito", "Lima"),
         ("<answer>Lima</answer> </answer>", "Lima"),
         ("</answer> Lima <answer>", "</answer> Lima <answer>"),
+        ("<Answer>Lima</ANSWER>", "Lima"),
         ("<answer></answer>", ""),
         ("<think>is it <answer>Quito</answer>?</think> <answer>Lima</answer>", "Lima"),
         ("<think>is it <answer>Quito</answer>?</think> Lima\n", "Lima"),

@@ -198,6 +198,10 @@ async def test_a_setting_that_cannot_work_is_named(corpus, started, tmp_path):
     for url in ("", "localhost:8000"):
         with pytest.raises(ConfigError, match=r"expected such as http://127.0.0.1:8000"):
             Search(SearchTool(url=url))
+    with pytest.raises(ConfigError, match=r"tools.web.api_key_env is 'UNSET_7Q', which isn't set in the environment"):
+        Search(SearchTool(url="http://host", api_key_env="UNSET_7Q"), "web")
+    with pytest.raises(ValueError, match="set url, or leave it out"):
+        SearchTool(api_key_env="UNSET_7Q")
     with pytest.raises(DataError, match=r"none.jsonl: no such file; expected a JSONL file of passages, or facts"):
         Search(SearchTool(corpus=str(tmp_path / "none.jsonl")))
     with pytest.raises(ModelError, match=r"no config.json there"):
