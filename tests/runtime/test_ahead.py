@@ -1,80 +1,22 @@
 """Whole runs with scripted engines whose rollouts run ahead of training, or are sampled by need."""
 
-import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from drmas.telemetry.episodes import read_episodes
 
-SCRIPT = Path(__file__).with_name("scripted_train.py")
-RECIPE = """
-name = "one"
-
-[policies.main]
-model = "tiny:qwen3"
-lr = 1e-3
-
-[team]
-name = "solver-verifier"
-revise = ""
-
-[team.solver]
-prompt = "{question}="
-parser = "text"
-max_tokens = 4
-
-[team.verifier]
-prompt = "{question}={answer}?"
-parser = "verdict:yes,no"
-max_tokens = 4
-
-[data]
-type = "sums"
-largest = 9
-
-[reward]
-type = "exact"
-
-[rollout]
-tasks_per_step = 4
-group_size = 4
-
-[train]
-steps = 4
-threads = 1
-
-[checkpoint]
-every_steps = 1
-keep = 4
-
-[telemetry]
-tensorboard = false
-report = false
-"""
+FOUR_STEPS = ("--train.steps", "4", "--checkpoint.keep", "4")
 ONE_STEP_OFF = ("--rollout.max-staleness", "1")
 CARRY_OVER = ("--rollout.max-staleness", "2", "--rollout.carry-over", "true", "--rollout.deterministic", "false")
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Run the recipe with more words and environment; the process, and the folder that it leaves."""
-    (tmp_path / "one.toml").write_text(RECIPE)
-
-    def go(*words: str, name: str = "one", **variables: str) -> tuple[subprocess.CompletedProcess[str], Path]:
-        command = [sys.executable, str(SCRIPT), "train", "one.toml", "--output", str(tmp_path / "runs"), "--name", name, *words]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **variables}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False)
-        return done, tmp_path / "runs" / name
-
-    return go
-
-
-def metrics_of(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def run(scripted_run, tmp_path):
+    """Four steps of the small recipe."""
+    start = scripted_run(tmp_path)
+    return lambda *words, **more: start(*FOUR_STEPS, *words, **more)
 
 
 def versions_of(folder: Path, step: int) -> set[int]:
@@ -88,7 +30,7 @@ def tasks_of(folder: Path, step: int) -> list[str]:
 KEYS = ("reward/mean", "train/main/loss", "train/main/grad_norm", "train/main/solver/mismatch_mean")
 
 
-def test_one_step_off_trains_on_the_weights_from_before_and_a_resumed_run_is_the_same(run):
+def test_one_step_off_trains_on_the_weights_from_before_and_a_resumed_run_is_the_same(run, metrics_of):
     done, whole = run(*ONE_STEP_OFF)
     assert done.returncode == 0, done.stderr
     assert [versions_of(whole, step) for step in (1, 2, 3, 4)] == [{0}, {0}, {1}, {2}]
@@ -109,7 +51,7 @@ def test_one_step_off_trains_on_the_weights_from_before_and_a_resumed_run_is_the
         assert [tasks_of(folder, each) for each in (1, 2, 3, 4)] == [tasks_of(whole, each) for each in (1, 2, 3, 4)]
 
 
-def test_carried_over_groups_are_taken_once_and_within_the_bound(run):
+def test_carried_over_groups_are_taken_once_and_within_the_bound(run, metrics_of):
     done, folder = run(*CARRY_OVER)
     assert done.returncode == 0, done.stderr
     steps = metrics_of(folder)
@@ -136,7 +78,7 @@ def test_a_one_step_off_run_that_an_engine_ended_resumes_to_the_same_steps(run):
 
 
 @pytest.mark.parametrize("words", [(), ONE_STEP_OFF, CARRY_OVER], ids=["on-policy", "one-step-off", "carry-over"])
-def test_an_engine_that_dies_in_any_step_costs_no_episode(run, words):
+def test_an_engine_that_dies_in_any_step_costs_no_episode(run, words, metrics_of):
     done, folder = run(*words, DIE="7,60")
     assert done.returncode == 0, done.stderr
     assert "died; starting it again (2 of 2)" in done.stdout + done.stderr
@@ -146,7 +88,7 @@ def test_an_engine_that_dies_in_any_step_costs_no_episode(run, words):
     assert sum(step["rollout/retried"] for step in steps) > 0
 
 
-def test_an_agent_with_a_bound_of_its_own_is_left_out_where_it_is_older(run):
+def test_an_agent_with_a_bound_of_its_own_is_left_out_where_it_is_older(run, metrics_of):
     done, folder = run(*ONE_STEP_OFF, "--team.verifier.max-staleness", "0")
     assert done.returncode == 0, done.stderr
     first, *later = metrics_of(folder)
@@ -158,7 +100,7 @@ def test_an_agent_with_a_bound_of_its_own_is_left_out_where_it_is_older(run):
         assert "train/main/verifier/loss" not in step
 
 
-def test_dynamic_sampling_fills_steps_with_groups_that_differ(run):
+def test_dynamic_sampling_fills_steps_with_groups_that_differ(run, metrics_of):
     done, folder = run("--rollout.dynamic.enabled", "true", "--rollout.group-size", "2", "--rollout.dynamic.max-tries", "20")
     assert done.returncode == 0, done.stderr
     for step, metrics in enumerate(metrics_of(folder), start=1):
@@ -170,7 +112,7 @@ def test_dynamic_sampling_fills_steps_with_groups_that_differ(run):
     assert sum(metrics["rollout/dropped_groups"] for metrics in metrics_of(folder)) > 0
 
 
-def test_a_frozen_agent_is_sampled_and_not_trained(run):
+def test_a_frozen_agent_is_sampled_and_not_trained(run, metrics_of):
     done, folder = run("--team.verifier.trainable", "false")
     assert done.returncode == 0, done.stderr
     for step in metrics_of(folder):

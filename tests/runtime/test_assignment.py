@@ -1,9 +1,5 @@
 """Who speaks with which weights is configuration alone: shared, separate, of two families, an adapter per agent, mixed."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,47 +9,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from drmas.telemetry.episodes import read_episodes
 
-SCRIPT = Path(__file__).with_name("scripted_train.py")
-RECIPE = """
-name = "one"
-
-[team]
-name = "solver-verifier"
-revise = ""
-
-[team.solver]
-policy = "{solver}"
-prompt = "{{question}}="
-parser = "text"
-max_tokens = 4
-
-[team.verifier]
-policy = "{verifier}"
-prompt = "{{question}}={{answer}}?"
-parser = "verdict:yes,no"
-max_tokens = 4
-
-[data]
-type = "sums"
-largest = 9
-
-[reward]
-type = "exact"
-
-[rollout]
-tasks_per_step = 4
-group_size = 4
-
-[train]
-steps = 2
-threads = 1
-
-[telemetry]
-tensorboard = false
-report = false
-
-{policies}
-"""
 QWEN = '[policies.{name}]\nmodel = "tiny:qwen3"\nlr = 1e-3\n'
 LLAMA = '[policies.{name}]\nmodel = "llama"\nlr = 1e-3\n'
 ADAPTER = QWEN + "lora = {{rank = 4}}\n"
@@ -88,21 +43,6 @@ def llama(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def run(tmp_path, llama):
-    def go(solver: str, verifier: str, *policies: str) -> tuple[list[dict[str, float]], Path]:
-        recipe = RECIPE.format(solver=solver, verifier=verifier, policies="\n".join(policies))
-        (tmp_path / "one.toml").write_text(recipe)
-        command = [sys.executable, str(SCRIPT), "train", "one.toml", "--output", str(tmp_path / "runs")]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False)
-        assert done.returncode == 0, done.stderr
-        folder = tmp_path / "runs" / "one"
-        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], folder
-
-    return go
-
-
 @pytest.mark.parametrize(
     ("solver", "verifier", "policies"),
     [
@@ -114,8 +54,13 @@ def run(tmp_path, llama):
     ],
     ids=["shared", "separate", "two families", "an adapter each", "a family and an adapter"],
 )
-def test_agents_train_with_the_policies_that_the_recipe_names(run, solver: str, verifier: str, policies: list[str]) -> None:
-    steps, folder = run(solver, verifier, *policies)
+def test_agents_train_with_the_policies_that_the_recipe_names(
+    scripted_run, metrics_of, tmp_path, llama, solver: str, verifier: str, policies: list[str]
+) -> None:
+    run = scripted_run(tmp_path, "\n".join(policies))
+    done, folder = run("--team.solver.policy", solver, "--team.verifier.policy", verifier)
+    assert done.returncode == 0, done.stderr
+    steps = metrics_of(folder)
     by_agent = {"solver": solver, "verifier": verifier}
     for agent, policy in by_agent.items():
         assert all(step[f"train/{policy}/{agent}/grad_norm"] > 0 for step in steps)

@@ -1,78 +1,10 @@
 """Whole runs with scripted engines for settings that change what a policy is: critic, reference, adapters, frozen parts."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-
-SCRIPT = Path(__file__).with_name("scripted_train.py")
-RECIPE = """
-name = "one"
-
-[policies.main]
-model = "tiny:qwen3"
-lr = 1e-3
-
-[team]
-name = "solver-verifier"
-rounds = 2
-revise = ""
-
-[team.solver]
-prompt = "{question}="
-parser = "text"
-max_tokens = 4
-
-[team.verifier]
-prompt = "{question}={answer}?"
-parser = "verdict:yes,no"
-max_tokens = 4
-invalid_penalty = 0.1
-
-[data]
-type = "sums"
-largest = 9
-
-[reward]
-type = "exact"
-
-[rollout]
-tasks_per_step = 4
-group_size = 4
-
-[train]
-steps = 2
-threads = 1
-
-[checkpoint]
-every_steps = 1
-
-[telemetry]
-tensorboard = false
-"""
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Run the recipe with more words; the process, and the folder that it leaves."""
-    (tmp_path / "one.toml").write_text(RECIPE)
-
-    def go(*words: str, name: str = "one") -> tuple[subprocess.CompletedProcess[str], Path]:
-        command = [sys.executable, str(SCRIPT), "train", "one.toml", "--output", str(tmp_path / "runs"), "--name", name, *words]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False)
-        return done, tmp_path / "runs" / name
-
-    return go
-
-
-def steps_of(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
@@ -82,10 +14,10 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 PPO = ("--advantage.preset", "ppo", "--advantage.gae-lambda", "0.95", "--policies.main.critic.lr", "3e-3")
 
 
-def test_ppo_trains_a_critic_and_resumes_with_it(run):
+def test_ppo_trains_a_critic_and_resumes_with_it(run, metrics_of):
     done, whole = run(*PPO)
     assert done.returncode == 0, done.stderr
-    steps = steps_of(whole)
+    steps = metrics_of(whole)
     assert steps[0]["train/main/critic_error"] > steps[1]["train/main/critic_error"] > 0
     assert steps[0]["train/main/critic_grad_norm"] > 0
     assert all(step["advantage/solver/row_sum"] is not None for step in steps)
@@ -94,25 +26,25 @@ def test_ppo_trains_a_critic_and_resumes_with_it(run):
     assert half.returncode == 0, half.stderr
     resumed, folder = run(*PPO, "--resume", name="half")
     assert resumed.returncode == 0, resumed.stderr
-    again = steps_of(folder)[1]
+    again = metrics_of(folder)[1]
     for key in ("train/main/loss", "train/main/grad_norm", "train/main/critic_loss", "train/main/critic_error"):
         assert again[key] == steps[1][key], key
     assert all(torch.equal(one, other) for one, other in zip(exported(whole).values(), exported(folder).values(), strict=True))
 
 
-def test_a_kl_term_is_measured_from_the_model_that_the_run_starts_with(run):
+def test_a_kl_term_is_measured_from_the_model_that_the_run_starts_with(run, metrics_of):
     warm = ("--warm-start.steps", "2", "--warm-start.batch-size", "4")  # which has no use for a reference
     done, folder = run("--loss.kl", "k3", "--loss.kl-coefficient", "0.1", *warm)
     assert done.returncode == 0, done.stderr
-    first, second = steps_of(folder)
+    first, second = metrics_of(folder)
     assert first["train/main/solver/kl_ref"] == pytest.approx(0.0, abs=1e-6)
     assert second["train/main/solver/kl_ref"] > 1e-5
 
 
-def test_adapters_train_and_the_exported_model_is_merged(run):
+def test_adapters_train_and_the_exported_model_is_merged(run, metrics_of):
     done, folder = run("--policies.main.lora.rank", "4")
     assert done.returncode == 0, done.stderr
-    assert steps_of(folder)[0]["train/main/grad_norm"] > 0
+    assert metrics_of(folder)[0]["train/main/grad_norm"] > 0
     start, end = run("--policies.main.trainable", "false", name="start")[1], exported(folder)
     before = exported(start)
     changed = {name for name in end if not torch.equal(before[name], end[name])}

@@ -1,9 +1,7 @@
 """Two policies in one job of two ranks: on both ranks (shared), or each on a rank of its own (split). Scripted engines."""
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,12 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-SCRIPT = Path(__file__).with_name("scripted_train.py")
 SPLIT = ("--train.placement", "split")
 TIMED = ("seconds", "per_second", "memory_bytes", "mfu")
-RECIPE = """
-name = "two"
-
+POLICIES = """
 [policies.one]
 model = "tiny:qwen3"
 lr = 1e-3
@@ -26,75 +21,22 @@ adam_eps = 1e-4
 model = "tiny:qwen3"
 lr = 5e-4
 adam_eps = 1e-4
-
-[team]
-name = "solver-verifier"
-rounds = 2
-revise = ""
-
-[team.solver]
-policy = "one"
-prompt = "{question}="
-parser = "text"
-max_tokens = 4
-
-[team.verifier]
-policy = "other"
-prompt = "{question}={answer}?"
-parser = "verdict:yes,no"
-max_tokens = 4
-
-[data]
-type = "sums"
-largest = 9
-
-[reward]
-type = "exact"
-
-[rollout]
-tasks_per_step = 4
-group_size = 4
-
-[train]
-steps = 2
-threads = 1
-
-[checkpoint]
-every_steps = 1
-
-[telemetry]
-tensorboard = false
-report = false
 """
+AGENTS = ("--team.solver.policy", "one", "--team.verifier.policy", "other")
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("split")
-    (folder / "two.toml").write_text(RECIPE)
-    return folder
+    return tmp_path_factory.mktemp("split")
 
 
 @pytest.fixture(scope="module")
-def run(workplace: Path) -> Run:
+def run(workplace: Path, scripted_run) -> Run:
     """Run the recipe under a name, on two ranks unless told; capitals are environment variables of the script."""
-
-    def go(name: str, *words: str, ranks: int = 2, **variables: str) -> subprocess.CompletedProcess[str]:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        command = [sys.executable, *torchrun, str(SCRIPT), "train", "two.toml"]
-        return subprocess.run(
-            [*command, "--output", str(workplace / "runs"), "--name", name, *words],
-            cwd=workplace,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **variables},
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-
-    return go
+    start = scripted_run(workplace, POLICIES)
+    return lambda name, *words, ranks=2, **more: start(*AGENTS, *words, name=name, ranks=ranks, **more)[0]
 
 
 @pytest.fixture(scope="module")
