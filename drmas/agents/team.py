@@ -159,6 +159,8 @@ def load_team(section: Mapping[str, Any]) -> TeamConfig:
     team = _find(name)
     if inspect.isabstract(team):
         raise ConfigError(f"team.name is {name!r}, whose class defines no `async def run(self, task, agents)`")
+    if not inspect.iscoroutinefunction(team.run):
+        raise ConfigError(f"team.name is {name!r}, whose `run` is no coroutine; write `async def run(self, task, agents)`")
     try:
         return team.model_validate(settings)
     except ValidationError as error:

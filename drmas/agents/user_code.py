@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from pydantic import ValidationError
 
 from drmas.core.names import expected_names
 from drmas.errors import ConfigError
@@ -73,5 +76,15 @@ def load_module(path: str | Path, what: str) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:  # a user's file may raise anything; it is named and nothing is hidden
         del sys.modules[module_name]
-        raise ConfigError(f"{what}: {path} can't be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{what}: {path} can't be imported: {_said(error, file)}") from error
     return module
+
+
+def _said(error: BaseException, file: Path) -> str:
+    """The error and the line of the user's file that it came through; of pydantic's errors, the keys and what is wrong."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    where = f" (line {lines[-1]})" if lines else ""
+    if isinstance(error, ValidationError):
+        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        return f"{error.title}: {faults}{where}"
+    return f"{type(error).__name__}: {error}{where}"

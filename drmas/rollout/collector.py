@@ -192,6 +192,10 @@ class Collector:
                     return False
                 self._changed.wait()
 
+    def cause_of_death(self, policy: str) -> str:
+        """Why the policy's engine died, in a line; empty where no request noticed."""
+        return self._gate.cause_of_death(policy)
+
     def hold(self, policy: str) -> None:
         """Nothing asks the policy's engine until `revive`, though it may be alive: it hasn't the right weights yet."""
         self._loop.run(_do(self._gate.hold, policy))

@@ -79,6 +79,10 @@ class Gate:
         """The policies whose requests wait for `revive` or `give_up`. May be read from any thread."""
         return self._dead.keys() - self._given_up
 
+    def cause_of_death(self, policy: str) -> str:
+        """What the engine's death was noticed by, in a line; empty where no request noticed."""
+        return str(self._dead.get(policy, "")).partition("\n")[0]
+
     def hold(self, policy: str) -> None:
         """The policy's engine must not be asked until `revive`: it is being started again, or hasn't its weights yet."""
         self._dead.setdefault(policy, EngineDied("it is being started again"))

@@ -115,7 +115,7 @@ class Driver:
         if not isinstance(trouble, EngineDied):
             return {"fatal": f"the weights of policy {name!r} could not be synced: {trouble}", "again": False}
         try:
-            self._restart(name)
+            self._restart(name, trouble)
         except EngineDied as error:
             return {"fatal": str(error), "again": False}
         return {"fatal": None, "again": True}
@@ -150,7 +150,7 @@ class Driver:
         for name, batches in skipped.items():
             self._keep_skipped(step, name, record.policies[name], batches)
         if self.stop_requested and step < self.config.train.steps:
-            self.console.note(f"stopped after step {step} of {self.config.train.steps}; --resume goes on from there")
+            self.console.note(f"step {step} of {self.config.train.steps} is the last; saving it for --resume")
         best = self.config.checkpoint.best_metric
         if self.config.checkpoint.keep_best and best not in metrics:
             self.console.note(f"checkpoint.best_metric is {best!r}, which step {step} didn't measure; it counts as no best")
@@ -206,16 +206,21 @@ class Driver:
             self._restart(name)
         return _message(restarted=dead)
 
-    def _restart(self, name: str) -> None:
-        """Bring a dead engine up anew. EngineDied: it may not be, or could not be, started again."""
+    def _restart(self, name: str, trouble: EngineDied | None = None) -> None:
+        """Bring a dead engine up anew. `trouble`: what its death was noticed by, where that wasn't a request.
+
+        EngineDied: it may not be, or could not be, started again.
+        """
         limit = self.config.policies[name].engine.max_restarts
+        cause = str(trouble).partition("\n")[0] if trouble else self.collector.cause_of_death(name)
+        why = f" ({cause}{'; ' if cause else ''}see {self.run_dir / 'logs'})"
         if self.restarts[name] >= limit:
             raise EngineDied(
-                f"the engine of policy {name!r} died {limit + 1} times; policies.{name}.engine.max_restarts is {limit}"
+                f"the engine of policy {name!r} died {limit + 1} times{why}; policies.{name}.engine.max_restarts is {limit}"
             )
         self.restarts[name] += 1
         self.collector.hold(name)  # until its weights are pushed
-        self.console.note(f"the engine of policy {name!r} died; starting it again ({self.restarts[name]} of {limit})")
+        self.console.note(f"the engine of policy {name!r} died{why}; starting it again ({self.restarts[name]} of {limit})")
         self.engines[name].start()
 
 

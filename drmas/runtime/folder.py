@@ -18,16 +18,25 @@ from drmas.errors import CheckpointError, ConfigError
 from drmas.telemetry.environment import write_environment
 
 FREE_TO_CHANGE = (
-    *("name", "output", "train.steps", "train.threads", "train.placement", "checkpoint", "telemetry"),
-    *("reward.timeout_seconds", "reward.workers", "rollout.max_concurrent_episodes", "rollout.episode_timeout_seconds"),
+    *("name", "output", "train.steps", "train.threads", "train.placement", "checkpoint", "telemetry", "eval"),
+    *("reward.timeout_seconds", "reward.workers", "rollout.max_concurrent_episodes"),
+    *("rollout.episode_timeout_seconds", "rollout.turn_timeout_seconds"),
 )
 """Sections and keys that a resumed run may set anew; any other difference would make it another run. (Another number of
 threads, concurrent episodes or ranks, or another layout, may change the last bits of its sums.)"""
 FREE_OF_POLICIES = (
     *("num_ranks", "tensor_parallel", "sequence_parallel", "pipeline_parallel", "context_parallel"),
     *("tokens_per_microbatch", "prefix_sharing", "recompute", "overlap", "offload_optimizer", "agent_grad_norm_every"),
+    "price_per_million_tokens",
 )
-FREE_OF_ENGINES = ("max_restarts", "start_timeout_seconds", "request_timeout_seconds", "gpu_memory_fraction", "threads")
+FREE_OF_ENGINES = (
+    *("max_restarts", "start_timeout_seconds", "request_timeout_seconds", "gpu_memory_fraction", "threads", "replicas"),
+)
+FREE_OF_SERVERS = (
+    *("url", "api_key_env", "timeout_seconds", "start_timeout_seconds", "max_retries", "max_concurrent", "cache_size"),
+    "price_per_million_tokens",
+)
+"""Of tools and remote models: where a server is and how patiently it is asked, which isn't what it answers."""
 
 
 class RunFolder:
@@ -117,10 +126,14 @@ def check_same_run(then: dict[str, Any], config: RunConfig) -> None:
         free = any(key == name or key.startswith(f"{name}.") for name in changeable)
         if key.startswith("policies."):
             free |= key.rpartition(".")[2] in (FREE_OF_ENGINES if ".engine." in key else FREE_OF_POLICIES)
+        if key.startswith(("tools.", "remotes.")):
+            # a search tool without a url has its index in the run, which is another tool than a server
+            moved = key.endswith(".url") and None in (before.get(key), now.get(key))
+            free |= key.rpartition(".")[2] in FREE_OF_SERVERS and not moved
         if not free and before.get(key) != now.get(key):
             raise CheckpointError(
-                f"{key} is {now.get(key)!r} but the run to resume has {before.get(key)!r}; "
-                "set it back, or start another run under another --name"
+                f"{key} is {now.get(key)!r} but the run to resume has {before.get(key)!r}; set it back (the run's config.json "
+                "is a recipe of all that it had), or start another run under another --name"
             )
 
 

@@ -170,11 +170,14 @@ def describe(
         "advantage": f"{config.advantage.preset}: {rule}",
     }
     lines["rollout"] = _rollouts(config)
+    saved = config.checkpoint.every_steps
+    lines["checkpoints"] = f"every {saved} step(s) and at the end" if saved else "at the end only (checkpoint.every_steps is 0)"
     for name, remote in config.remotes.items():
         lines[f"remote {name}"] = f"{remote.model} at {remote.url}, never trained"
     for name, tool in config.tools.items():
         callers = [agent for agent, settings in agents.items() if any(each.split(".")[0] == name for each in settings.tools)]
-        lines[f"tool {name}"] = f"{tool.type}, for " + ", ".join(
+        place = getattr(tool, "url", None) or getattr(tool, "path", None) or " ".join(getattr(tool, "command", []))
+        lines[f"tool {name}"] = f"{tool.type}{f' {place}' if place else ''}, for " + ", ".join(
             [*callers, *(["the team"] if name in team.tool_sections else [])]
         )
     ranks = policy_ranks(config, world)

@@ -65,6 +65,7 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, d
     if unused := check_policies(team, [*config.policies, *config.remotes]):
         console.note(f"no agent uses the policy {', '.join(unused)}; it costs memory and does nothing")
     check_tools(team, config.tools)
+    make_tools(config.tools)
     check(config, team, world=world)
     for note in notes(config, world=world):
         console.note(note)

@@ -266,3 +266,14 @@ def test_the_teams_that_ship_load_with_their_own_settings(name: str) -> None:
     assert check_tools(team, {"search": 1}) == ([] if name == "search-router" else ["search"])
     # every template of an agent is checked
     assert set(team.agents) <= set(team.values)
+
+
+def test_a_run_that_is_no_coroutine_is_refused_when_the_team_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "plain.py"
+    file.write_text(
+        "from drmas.agents.agent import AgentConfig\nfrom drmas.agents.team import TeamConfig, register_team\n\n\n"
+        "@register_team('plain')\nclass Plain(TeamConfig):\n    solver: AgentConfig = AgentConfig()\n\n"
+        "    def run(self, task, agents):\n        return 'x'\n"
+    )
+    with pytest.raises(ConfigError, match=r"whose `run` is no coroutine; write `async def run\(self, task, agents\)`"):
+        load_team({"name": f"{file}:plain"})

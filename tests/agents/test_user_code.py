@@ -34,6 +34,12 @@ def test_a_file_is_run_once_and_files_of_one_name_are_apart(tmp_path: Path) -> N
         ("x = ", "x", r"tools.t.path: .*code.py can't be imported: SyntaxError"),
         ("import nothing_of_this_name", "x", "can't be imported: ModuleNotFoundError"),
         ("raise SystemExit(3)", "x", "can't be imported: SystemExit: 3"),
+        ("\n\nraise ValueError('boom')", "x", r"can't be imported: ValueError: boom \(line 3\)"),
+        (
+            "from drmas.agents.agent import AgentConfig\nAgentConfig(promt='x')",
+            "x",
+            r"can't be imported: AgentConfig: promt: Extra inputs are not permitted \(line 2\)$",
+        ),
         ("from drmas.errors import ConfigError\nraise ConfigError('of its own')", "x", "^of its own$"),
     ],
 )

@@ -1,5 +1,6 @@
 """Whole runs with scripted engines whose rollouts run ahead of training, or are sampled by need."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -81,7 +82,10 @@ def test_a_one_step_off_run_that_an_engine_ended_resumes_to_the_same_steps(run):
 def test_an_engine_that_dies_in_any_step_costs_no_episode(run, words, metrics_of):
     done, folder = run(*words, DIE="7,60")
     assert done.returncode == 0, done.stderr
-    assert "died; starting it again (2 of 2)" in done.stdout + done.stderr
+    assert re.search(r"the engine of policy 'main' died \(.*see .*logs\)", done.stdout), done.stdout
+        done.stdout
+    )
+    assert "starting it again (2 of 2)" in done.stdout
     steps = metrics_of(folder)
     assert [step["rollout/episodes"] for step in steps] == [16] * 4
     assert not [name for step in steps for name in step if name.startswith("rollout/failed/")]

@@ -129,14 +129,17 @@ def test_cached_prefixes_stay_with_the_weights_unless_rollouts_are_deterministic
     assert len(paused) == pauses
 
 
-def test_an_engine_that_keeps_dying_ends_the_run(make, config) -> None:
+def test_an_engine_that_keeps_dying_ends_the_run(make, config, tmp_path) -> None:
     limit = config.policies["main"].engine.max_restarts
     driver = make(Teacher(dies_at=range(100)))
     for _ in range(limit):
         assert driver.collect(1, AT_0)["restarted"] == ["main"]
         driver.after_push("main", None)
     fatal = driver.collect(1, AT_0)["fatal"]
-    assert fatal == f"the engine of policy 'main' died {limit + 1} times; policies.main.engine.max_restarts is {limit}"
+    assert fatal == (
+        f"the engine of policy 'main' died {limit + 1} times (killed by the test; see {tmp_path / 'logs'}); "
+        f"policies.main.engine.max_restarts is {limit}"
+    )
     tasks = [task.id for task in TaskSource(config.data, seed=0).take(2)]  # the lost step's tasks come again on resume
     assert [(group["task"]["id"], group["episodes"]) for group in driver.state()["groups"]] == [(id, None) for id in tasks]
 

@@ -2,8 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from drmas.config.schema import RemoteConfig, RunConfig
+from drmas.config.tasks import SearchTool
 from drmas.errors import CheckpointError, ConfigError
-from drmas.runtime.folder import RunFolder
+from drmas.runtime.folder import RunFolder, check_same_run
 
 
 def with_results(folder: RunFolder) -> None:
@@ -136,3 +138,20 @@ def test_what_a_resumed_run_may_change(config, changes, refused) -> None:
         with pytest.raises(CheckpointError, match=refused):
             folder.open(resume=True, overwrite=False)
     folder.close()
+
+
+def test_where_a_server_is_and_how_patiently_it_is_asked_may_change_and_what_it_is_may_not(config) -> None:
+    def run(tool: SearchTool, remote: RemoteConfig) -> RunConfig:
+        return config.model_copy(update={"tools": {"search": tool}, "remotes": {"judge": remote}})
+
+    here, judge = SearchTool(url="http://127.0.0.1:1"), RemoteConfig(url="http://127.0.0.1:2/v1", model="large")
+    before = run(here, judge).model_dump(mode="json")
+    moved = here.model_copy(update={"url": "http://127.0.0.1:3", "max_retries": 9, "timeout_seconds": 60.0})
+    check_same_run(before, run(moved, judge.model_copy(update={"url": "http://127.0.0.1:4/v1"})))
+    for tool, remote, key in (
+        (here.model_copy(update={"topk": 9}), judge, "tools.search.topk"),
+        (here.model_copy(update={"url": None}), judge, "tools.search.url"),
+        (here, judge.model_copy(update={"model": "larger"}), "remotes.judge.model"),
+    ):
+        with pytest.raises(CheckpointError, match=key):
+            check_same_run(before, run(tool, remote))

@@ -117,7 +117,10 @@ class RetrieverClient:
         if answer.status_code in RETRIED:
             raise _TryAgain(f"status {answer.status_code}: {_excerpt(body)}")
         if answer.status_code != 200:
-            raise ToolError(f"search: {url} answered with status {answer.status_code}, expected 200: {_excerpt(body)}")
+            raise ToolError(
+                f"search: {url} answered with status {answer.status_code}; expected a retriever, which answers POST with 200: "
+                f"{_excerpt(body)}"
+            )
         return hits_of(body, topk, str(url))
 
 
