@@ -83,8 +83,6 @@ def test_an_engine_that_dies_in_any_step_costs_no_episode(run, words, metrics_of
     done, folder = run(*words, DIE="7,60")
     assert done.returncode == 0, done.stderr
     assert re.search(r"the engine of policy 'main' died \(.*see .*logs\)", done.stdout), done.stdout
-        done.stdout
-    )
     assert "starting it again (2 of 2)" in done.stdout
     steps = metrics_of(folder)
     assert [step["rollout/episodes"] for step in steps] == [16] * 4
