@@ -1,4 +1,5 @@
 # make quickstart   install, then train the two-agent maths team on a small real model
+# make reproduce    install, then try the method's claim with tiny teams on the CPU, and write one report
 # make test         install, then run the whole test suite
 # make lint         what the tests check of the style, alone
 # make clean        remove the virtual environment
@@ -14,10 +15,13 @@ INSTALLED := $(VENV)/.installed-$(STACK)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: quickstart test lint install clean
+.PHONY: quickstart reproduce test lint install clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/drmas train quickstart --overwrite
+
+reproduce: $(INSTALLED)
+	$(BIN)/drmas reproduce --quick
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q

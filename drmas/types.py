@@ -5,7 +5,8 @@ Every process speaks these types; nothing here imports torch. A reader who knows
 Words: a *task* is a question with its truth; a *group* is the `group_size` episodes of one task; an *episode* is one run of the
 team on a task; a *turn* is one agent call and one training row; an *agent* is a role; a *policy* is one trainable model that
 one or more agents speak with; a *segment* is a set of rows that are compared with each other; a *version* is a policy's weight
-version, an integer that grows by one per optimiser update that is synced.
+version, an integer that grows by one per optimiser update that is synced; a *probe* is an episode beside a group that only a
+baseline is made of.
 
 Invariants
   I1   Tokens in are tokens trained: a row holds exactly the ids that the engine read and sampled. Sampled text is never
@@ -138,10 +139,15 @@ class Episode:
     tool_uses: list[ToolUse] = field(default_factory=list)
     retried: int = 0
     """Requests that were put again because their engine had died or stalled; the turns before them stand."""
+    probe: str | None = None
+    """The name of the probe that the episode runs for; None for one of the group. A probe's episodes have samples of their own,
+    from -1 downwards, so that no seed of theirs is one of the group's (I9); they give no rows."""
 
     @property
     def id(self) -> str:
-        return f"{self.task.id}#{self.sample}"
+        """Distinct among the episodes of a step: `TASK#SAMPLE`, or `TASK#PROBE/NUMBER` with the number counted over all of the
+        task's probes."""
+        return f"{self.task.id}#{self.sample}" if self.probe is None else f"{self.task.id}#{self.probe}/{-1 - self.sample}"
 
     @property
     def status(self) -> str:
@@ -185,7 +191,8 @@ class Row:
 
 
 def rows_of(episodes: list[Episode]) -> list[Row]:
-    """The training rows of `episodes`, in order; a turn with an empty response has nothing to train and gives no row."""
+    """The training rows of `episodes`, in order. A turn with an empty response has nothing to train and gives no row, nor does
+    an episode of a probe."""
     return [
         Row(
             task=episode.task.id,
@@ -203,6 +210,7 @@ def rows_of(episodes: list[Episode]) -> list[Row]:
             trained=turn.trained,
         )
         for episode in episodes
+        if episode.probe is None
         for turn in episode.turns
         if turn.response_ids
     ]

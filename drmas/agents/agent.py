@@ -44,6 +44,10 @@ class AgentConfig(Section):
     """How often an invalid response is sampled anew, with another seed; each attempt is a turn of its own."""
     invalid_penalty: NonNegativeFloat = 0.0
     """Taken off the reward of a turn whose text the parser finds invalid."""
+    length_buffer: Annotated[int, Field(ge=0)] = 0
+    """The last so many tokens before `max_tokens` in which a response is penalised for its length (DAPO's overlong buffer)."""
+    length_penalty: NonNegativeFloat = 1.0
+    """Taken off the reward of a turn that fills `length_buffer` or is cut, in proportion of a turn that ends within it."""
     tools: tuple[str, ...] = ()
     """The tools that the agent may call: names of `tools` sections, or SECTION.NAME for one tool of an MCP server."""
     max_tool_calls: PositiveInt = 4
@@ -72,6 +76,15 @@ class AgentConfig(Section):
     def _known_parser(cls, value: str) -> str:
         make_parser(value)
         return value
+
+    @model_validator(mode="after")
+    def _buffer_within_the_response(self) -> AgentConfig:
+        if self.length_buffer >= self.max_tokens:
+            raise ValueError(
+                f"length_buffer is {self.length_buffer} and max_tokens is {self.max_tokens}; every response would be penalised "
+                "for its length: set length_buffer below max_tokens"
+            )
+        return self
 
     @property
     def placeholders(self) -> set[str]:

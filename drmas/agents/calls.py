@@ -21,9 +21,10 @@ from typing import Any, Protocol
 
 from drmas.agents.agent import AgentConfig
 from drmas.agents.chat import ChatRenderer, Message
-from drmas.agents.dialogue import AskRemote, Generate, LocalDialogue, RemoteDialogue
+from drmas.agents.dialogue import AskRemote, Generate, LocalDialogue, RemoteDialogue, Said
 from drmas.agents.parsers import make_parser
 from drmas.agents.prompts import fill, scrub
+from drmas.core.length_penalty import length_penalty
 from drmas.core.names import expected_names
 from drmas.errors import EngineError, PromptTooLong, TeamError, ToolError
 from drmas.types import Episode, Turn
@@ -60,10 +61,12 @@ class Calls:
         limits: Mapping[str, int],
         ask_remote: AskRemote,
         tools: ToolSession | None,
+        silent: str | None = None,
     ) -> None:
         """`renderers` and `limits` (most prompt and response tokens) are by policy; a policy without a renderer is remote.
 
-        `seed_of(agent, turn)` is the seed of that turn (I9).
+        `seed_of(agent, turn)` is the seed of that turn (I9). The agent `silent` says nothing: its calls ask nobody and leave no
+        turn, as if it had answered with an empty text.
         """
         self.configs = configs
         self.trouble: Exception | None = None
@@ -72,6 +75,7 @@ class Calls:
         self._generate, self._ask_remote = generate, ask_remote
         self._episode = episode
         self._seed_of = seed_of
+        self._silent = silent
         self._started = 0
         self._open: set[asyncio.Task[Any] | None] = set()
         self._closed = False
@@ -80,6 +84,8 @@ class Calls:
         """One call of agent `name`; its last turn. Turns are numbered in the order in which their requests start."""
         with self._working(f"agent {name}"):
             config = self.configs[name]
+            if name == self._silent:
+                return await self._silence(name, config)
             dialogue = self._dialogue(name, config, _messages(name, config, template, values))
             retries, spent = config.retries, 0
             while True:
@@ -139,11 +145,19 @@ class Calls:
             versions=said.versions,
             finish_reason=said.finish_reason,
             text=said.text,
+            penalty=_length_penalty(said, config),
             trained=config.trainable and isinstance(dialogue, LocalDialogue),
             prompt_text=said.prompt_text,
             seconds=time.perf_counter() - started,
         )
         self._episode.turns.append(turn)
+        return turn
+
+    async def _silence(self, name: str, config: AgentConfig) -> Turn:
+        """What a call of the silent agent returns; a team that would call it for ever meets its deadline here."""
+        await asyncio.sleep(0)
+        turn = Turn(name, config.policy, self._started, [], [], [], [], finish_reason="stop", text="", trained=False)
+        _read(turn, config)
         return turn
 
     async def _answers(self, turn: Turn, config: AgentConfig, spent: int) -> list[Message] | None:
@@ -244,12 +258,23 @@ class Tool:
         return await self._calls.use_tool(self._name, arguments)
 
 
+def _length_penalty(said: Said, config: AgentConfig) -> float:
+    """Of any response, also one that calls tools; a remote model's tokens aren't known, only that they were cut."""
+    return length_penalty(
+        len(said.response_ids),
+        max_tokens=config.max_tokens,
+        buffer=config.length_buffer,
+        penalty=config.length_penalty,
+        cut=said.finish_reason == "length",
+    )
+
+
 def _read(turn: Turn, config: AgentConfig) -> None:
     """Parse the last response of a call. An empty one is invalid whatever the parser says."""
     parsed = make_parser(config.parser)(turn.text)
     turn.valid = parsed.valid and bool(turn.text or turn.response_ids)
     turn.parsed = parsed.value if turn.valid or config.on_invalid == "fail_closed" else parsed.lenient
-    turn.penalty = 0.0 if turn.valid else config.invalid_penalty
+    turn.penalty += 0.0 if turn.valid else config.invalid_penalty
 
 
 def _messages(name: str, config: AgentConfig, template: str | None, values: Mapping[str, object]) -> list[Message]:

@@ -34,7 +34,7 @@ from drmas.core.names import expected_names
 from drmas.errors import ConfigError
 from drmas.types import Outcome, Task
 
-_BUILT_IN = tuple(f"drmas.agents.teams.{name}" for name in ("solver_verifier", "single", "search_router", "debate"))
+_BUILT_IN = tuple(f"drmas.agents.teams.{name}" for name in ("solver_verifier", "single", "search_router", "debate", "lookup"))
 
 _RESERVED = ("agents", "name", "run", "tools", "uses", "values")
 """What no field of a team may be called: the team's own words, `name` in a recipe and `agents.tools`."""

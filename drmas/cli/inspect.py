@@ -1,6 +1,6 @@
 """`drmas inspect`: the segments and advantages of a rows file, or of a step of a run.
 
-Reads rows, asks `drmas.core.advantages` for the numbers, and shows them as tables or as one JSON object. It computes nothing
+Reads rows, asks `drmas.core.estimators` for the numbers, and shows them as tables or as one JSON object. It computes nothing
 itself, so what it shows is what training uses.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from rich.text import Text
 
 from drmas.config.load import load_advantage
 from drmas.config.schema import AdvantageConfig
-from drmas.core.advantages import AdvantageRule, Advantages, Segment, advantages, resolve
+from drmas.core.advantages import AdvantageRule, Advantages, Segment
 from drmas.core.diagnostics import inflation_factors
-from drmas.core.gae import GaeRule
+from drmas.core.estimators import Estimator, resolve
 from drmas.errors import ConfigError, DataError
 from drmas.jsonl import read_objects
 from drmas.telemetry.episodes import read_episodes
@@ -33,7 +33,7 @@ WIDTH = 160
 
 @dataclass(frozen=True)
 class InspectRow:
-    """What advantages are computed from, and `record`, the object that it was read from.
+    """What advantages are computed from, and `record`, the object that it was read from; `ids` has what there is of token ids.
 
     Example: InspectRow("sums/17", "sums/17#0", "solver", 0, 1.0, 0.0, "ok", {...})
     """
@@ -46,21 +46,39 @@ class InspectRow:
     penalty: float
     status: str
     record: dict[str, Any]
+    ids: Mapping[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self._ids("prompt_ids")
+
+    @property
+    def response_ids(self) -> list[int]:
+        return self._ids("response_ids")
+
+    def _ids(self, name: str) -> list[int]:
+        """Only some estimators ask for them, so that other rows may come without."""
+        if name not in self.ids:
+            place = "/".join(map(str, (self.task, self.episode, self.agent, self.turn)))
+            raise DataError(f"the row {place} has no {name}, which this estimator reads; expected a list of token ids")
+        return self.ids[name]
 
 
 def inspect_rows(rows: Sequence[InspectRow], overrides: Sequence[str], *, as_json: bool) -> str:
     """The groups of `rows` under the default rule with `--advantage.*` overrides on top."""
-    return _answer(rows, load_advantage(overrides), as_json)
+    return _answer(rows, load_advantage(overrides), as_json, team=[row.agent for row in rows])
 
 
 def inspect_run(run_dir: Path, step: int, overrides: Sequence[str], *, as_json: bool) -> str:
     """The answer for a step of a run, under the run's own rule with `overrides` on top."""
-    config = load_advantage(overrides, _run_rule(run_dir))
-    return _answer(rows_of_run(run_dir, step), config, as_json)
+    base, rows = _run_rule(run_dir), rows_of_run(run_dir, step)
+    team = [*(row.agent for row in rows), *base.get("agents", ())]  # an agent of the run may have no rows in the step
+    return _answer(rows, load_advantage(overrides, base), as_json, team=team)
 
 
 def read_rows(path: Path) -> list[InspectRow]:
-    """The rows of a JSONL file: task, episode, agent, reward; turn (0), penalty (0) and status ("ok") may be left out."""
+    """The rows of a JSONL file: task, episode, agent, reward; turn (0), penalty (0) and status ("ok") may be left out, and
+    prompt_ids and response_ids where the estimator doesn't read them."""
     what = "an object with task, episode, agent and reward"
     rows = [_row(record, f"{path}:{number}") for number, record in read_objects(path, what)]
     if not rows:
@@ -93,8 +111,12 @@ def _row(record: dict[str, Any], where: str) -> InspectRow:
         raise DataError(f"{where}: turn is {_found(turn)}; expected an integer from 0")
     reward = _number(record, "reward", where) if status == "ok" else _number_or_none(record.get("reward"))
     penalty = _number({"penalty": 0.0} | record, "penalty", where)
+    for key in ("prompt_ids", "response_ids"):
+        ids = record.get(key, [0])
+        if not isinstance(ids, list) or not ids or any(type(each) is not int for each in ids):
+            raise DataError(f"{where}: {key} is {_found(ids)}; expected a list of token ids")
     filled = {**record, "turn": turn, "reward": reward, "penalty": penalty, "status": status}
-    return InspectRow(**names, turn=turn, reward=reward, penalty=penalty, status=status, record=filled)
+    return InspectRow(**names, turn=turn, reward=reward, penalty=penalty, status=status, record=filled, ids=filled)
 
 
 def _name(record: dict[str, Any], key: str, where: str) -> str:
@@ -132,14 +154,15 @@ def _found(value: Any) -> str:
 
 
 def rows_of_run(run_dir: Path, step: int) -> list[InspectRow]:
-    """The rows of a step, as the controller made them: turns with a response."""
+    """The rows of a step, as the controller made them: turns with a response, without the probes'."""
     rows = []
     for episode in read_episodes(run_dir, step):
-        for turn in episode["turns"]:
+        for turn in episode["turns"] if episode.get("probe") is None else ():
             if turn["response_ids"]:
                 record = {key: episode[key] for key in ("task", "episode")}
                 record |= {key: turn[key] for key in ("agent", "turn", "penalty", "reward", "status")}
-                rows.append(InspectRow(**record, record=record))
+                ids = {key: turn[key] for key in ("prompt_ids", "response_ids")}
+                rows.append(InspectRow(**record, record=record, ids=ids))
     return rows
 
 
@@ -151,21 +174,54 @@ def _run_rule(run_dir: Path) -> dict[str, Any]:
         raise DataError(f"{path}: can't be read as a run's configuration ({error}); expected a run's folder") from error
 
 
-def _answer(rows: Sequence[InspectRow], config: AdvantageConfig, as_json: bool) -> str:
-    rule = resolve(**config.model_dump(exclude_none=True))
-    if isinstance(rule, GaeRule):
-        raise ConfigError("advantage.preset is 'ppo', which needs a critic's values; inspect shows the other presets")
-    result = advantages(rows, rule)
+def _answer(rows: Sequence[InspectRow], config: AdvantageConfig, as_json: bool, *, team: Sequence[str]) -> str:
+    estimator = resolve(**config.model_dump(exclude_none=True), team=list(dict.fromkeys(team)))
+    if estimator.needs_critic:
+        raise ConfigError(f"{_named(config)} needs a critic's values; inspect shows the presets that rows are enough for")
+    if estimator.probes:
+        names = ", ".join(repr(probe.name) for probe in estimator.probes)
+        raise ConfigError(
+            f"{_named(config)} needs episodes beside each group ({names}); inspect shows the presets that rows are enough for"
+        )
+    result = estimator(rows)
+    notes = [f"{_named(config)} starts from these rows here, in a run from the steps before"] if estimator.state() else []
+    if result.tokens is not None:
+        notes.append("the advantage of a row is the mean over its tokens")
     if as_json:
-        return json.dumps(as_object(rows, rule, result))
-    return as_tables(rows, config.preset, rule, result)
+        return json.dumps(as_object(rows, estimator, result) | ({"notes": notes} if notes else {}))
+    return as_tables(rows, config.preset, estimator, result, notes)
 
 
-def as_object(rows: Sequence[InspectRow], rule: AdvantageRule, result: Advantages) -> dict[str, Any]:
-    """{"rule", "segments", "rows"}: the rows are the input's, in order, with "advantage" (null where excluded)."""
+def _named(config: AdvantageConfig) -> str:
+    """The preset, and those of agents that have their own."""
+    own = [f"advantage.agents.{agent}.preset {each.preset!r}" for agent, each in config.agents.items()]
+    return " or ".join([f"advantage.preset {config.preset!r}", *own])
+
+
+def settings(estimator: Estimator) -> dict[str, Any]:
+    """Its settings by the names of the configuration; under "agents" those of agents with an estimator of their own."""
+    found: dict[str, Any] = {}
+    for each in fields(estimator):
+        value = getattr(estimator, each.name)
+        if isinstance(value, AdvantageRule):
+            found |= asdict(value)
+        elif each.name == "agents":
+            found["agents"] = {agent: settings(own) for agent, own in value.items()}
+        elif each.name in ("inner", "others"):
+            found |= {} if value is None else settings(value)
+        elif each.init:
+            found[each.name] = value
+    return found
+
+
+def as_object(rows: Sequence[InspectRow], estimator: Estimator, result: Advantages) -> dict[str, Any]:
+    """{"rule", "segments", "rows"}: the rows are the input's, in order, with "advantage" (null where excluded).
+
+    Equal states that are compared beside the segments are among these, with scope "anchor".
+    """
     return {
-        "rule": asdict(rule),
-        "segments": [_segment(segment) for segment in result.segments],
+        "rule": settings(estimator),
+        "segments": [_segment(segment) for segment in [*result.segments, *result.anchors]],
         "rows": [{**row.record, "advantage": value} for row, value in zip(rows, result.values, strict=True)],
     }
 
@@ -185,16 +241,24 @@ def _segment(segment: Segment) -> dict[str, Any]:
     }
 
 
-def as_tables(rows: Sequence[InspectRow], preset: str, rule: AdvantageRule, result: Advantages) -> str:
+def as_tables(
+    rows: Sequence[InspectRow], preset: str, estimator: Estimator, result: Advantages, notes: Sequence[str] = ()
+) -> str:
     """The same as text for a terminal: the rule, a table of segments per scope, the factors per agent, every row."""
     screen = Console(file=io.StringIO(), width=WIDTH, highlight=False, emoji=False)
-    settings = "  ".join(f"{name}={value}" for name, value in asdict(rule).items())
-    screen.print(Text(f"advantage.preset {preset}:  {settings}\n"))
-    titles = {"mean": "segments of the mean (taken off)", "std": "segments of the std (divided by)"}
-    if rule.mean == rule.std:
-        titles = {"mean": "segments of the mean (taken off) and of the std (divided by)"}
-    for scope, title in titles.items():
-        segments = [segment for segment in result.segments if segment.scope == scope]
+    rule = settings(estimator)
+    agents = rule.pop("agents", {})
+    for name, own in {f"preset {preset}": rule, **{f"agents.{agent}": own for agent, own in agents.items()}}.items():
+        screen.print(Text(f"advantage.{name}:  " + "  ".join(f"{key}={value}" for key, value in own.items())))
+    for note in notes:
+        screen.print(Text(note))
+    screen.print()
+    mean, std = ([each for each in result.segments if each.scope == scope] for scope in ("mean", "std"))
+    titles = ("segments of the mean (taken off)", "segments of the std (divided by)")
+    tables = list(zip(titles, (mean, std), strict=True))
+    if [(each.key, each.rows) for each in mean] == [(each.key, each.rows) for each in std]:
+        tables = [("segments of the mean (taken off) and of the std (divided by)", mean)]
+    for title, segments in [*tables, ("equal states (compared beside that, by discounted reward)", result.anchors)]:
         if segments:
             screen.print(_segment_table(title, segments))
     factors = inflation_factors(rows)

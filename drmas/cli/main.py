@@ -40,6 +40,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print placement, batch arithmetic and backends, then stop.")
     ] = False,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="With --dry-run: of a job of so many trainer ranks (train.ranks).")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete the run that is in the folder, and start anew.")
@@ -57,7 +60,11 @@ def train(
             print(f"{name}\n    {about}")
         return
     name, overrides = _words(ctx, recipe, "RECIPE")
-    config = load(name, [*overrides, "--telemetry.profile", profile] if profile else overrides)
+    if ranks is not None and not dry_run:
+        raise ConfigError(f"--ranks {ranks} is of --dry-run; a start has as many as launchers/torchrun/single_node.sh starts")
+    overrides += ["--telemetry.profile", profile] if profile else []
+    overrides += ["--train.ranks", str(ranks)] if ranks else []
+    config = load(name, overrides)
 
     # Trainer and engine share the cores: threads that spin while they wait would take them from each other. Read by the OpenMP
     # runtime when torch loads it, so it must be set before that.
@@ -212,6 +219,38 @@ def prepare_data(
         raise ConfigError("prepare-data: expected the NAME of a data set; drmas prepare-data --list shows them")
     for path, count in prepare(name, output):
         print(f"{path}: {count} lines")
+
+
+@app.command()
+def reproduce(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer scenarios, seeds and steps: minutes instead of hours.")] = False,
+    output: Annotated[Path, typer.Option("--output", help="The folder of all trials and of the report.")] = Path(
+        "runs/reproduce"
+    ),
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Trials at a time, of one thread each; as many as cores if unset.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="TEXT", help="Only trials such as maths-shared/grpo/seed-0 with TEXT.")
+    ] = None,
+    retry_crashed: Annotated[bool, typer.Option("--retry-crashed", help="Run those that crashed again.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the reproduction that is in the folder, and start anew.")
+    ] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Run nothing; write the report of what is there.")] = False,
+) -> None:
+    """Try the method's claim: train tiny teams with each estimator and write one report. A second call goes on."""
+    if report_only and (retry_crashed or overwrite or only):
+        raise ConfigError("--report-only runs nothing; give it without --retry-crashed, --overwrite and --only")
+
+    from drmas.cli.reproduce import report_reproduction, run_reproduction
+
+    if report_only:
+        report_reproduction(output)
+        return
+    raise typer.Exit(
+        run_reproduction(output, quick=quick, jobs=jobs, only=only, retry_crashed=retry_crashed, overwrite=overwrite)
+    )
 
 
 @app.command()

@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from drmas.config.derived import merged
 from drmas.config.keys import ALIASES, NAME, ROOT, Node, find, suggest
 from drmas.config.schema import AdvantageConfig, RunConfig
 from drmas.errors import ConfigError
@@ -40,7 +41,7 @@ class Override:
     text: str | None
 
 
-TEAM_NAME = ("team", "name")
+TEAM_NAME, STEPS = ("team", "name"), ("train", "steps")
 
 
 def recipes() -> dict[str, str]:
@@ -59,7 +60,8 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration of `recipe` (a packaged name, or a path to .toml, .yaml or .json) with `overrides` on top.
 
     Overrides are command-line words: `--train.steps 5`, `--train.steps=5`, `--rollout.group-size 8`, `--telemetry.report`
-    (true), `--loss.dual-clip null` (unset), `--data.options '{"min_terms": 2}'`. Values are JSON or TOML literals, else text.
+    (true), `--loss.dual-clip null` (unset), `--policies.judge null` (leaves that policy out), `--data.options '{"min_terms":
+    2}'`. Values are JSON or TOML literals, else text.
 
     Example: load("arithmetic-tiny", ["--train.steps", "5"]).train.steps == 5
     """
@@ -193,16 +195,21 @@ def _apply(data: dict[str, Any], override: Override, origins: Origins) -> None:
         path.append(name)
         if position == len(override.path) - 1:
             value = _value(below, override)
+            if value is None and NAME in node.children:
+                _leave_out(table, name, override)
+                return
             if ((node.variants and name == "type") or tuple(path) == TEAM_NAME) and table.get(name) != value:
                 # another shape of the section, another team: the settings of the old one don't carry over
                 table.clear()
             reshaped = below.variants and isinstance(value, dict) and "type" in value
             if isinstance(value, dict) and isinstance(table.get(name), dict):
                 old = {} if reshaped and value["type"] != table[name].get("type") else table[name]
-                value = _merged(old, value)
+                value = merged(old, value)
             _check({name: value}, node, tuple(path[:-1]), {(): override.flag})
             table[name] = value
             origins[tuple(path)] = override.flag
+            if tuple(path) == STEPS:
+                table.pop("epochs", None)  # which would go before them
             return
         if not below.is_section and not below.any_below:
             raise ConfigError(f"{override.flag}: {'.'.join(path)} is a value ({below.type}); it has no keys below it")
@@ -212,9 +219,11 @@ def _apply(data: dict[str, Any], override: Override, origins: Origins) -> None:
         table, node = inner, below
 
 
-def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    both = {key: (old[key], value) for key, value in new.items() if isinstance(value, dict) and isinstance(old.get(key), dict)}
-    return {**old, **new, **{key: _merged(*pair) for key, pair in both.items()}}
+def _leave_out(table: dict[str, Any], name: str, override: Override) -> None:
+    """`--policies.judge null`: the run has no such policy."""
+    if name not in table:
+        raise ConfigError(f"{override.flag} null: there is none to leave out; expected one of {', '.join(table) or '(none)'}")
+    del table[name]
 
 
 def _check(table: dict[str, Any], node: Node, path: tuple[str, ...], origins: Origins) -> None:

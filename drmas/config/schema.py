@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from drmas.config.derived import completed
 from drmas.config.section import Name, NonNegativeFloat, Section
 from drmas.config.tasks import CurriculumConfig, DataConfig, RewardConfig, ToolConfig
 
@@ -17,6 +18,9 @@ from drmas.config.tasks import CurriculumConfig, DataConfig, RewardConfig, ToolC
 class EngineConfig(Section):
     """The inference engines of one policy."""
 
+    backend: Literal["vllm", "torch"] = "vllm"
+    """`vllm`: vLLM, in a process of its own. `torch`: plain PyTorch in the trainer's own process, up at once and without a
+    cache between requests, for models so small that serving them costs more than computing them."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Weights and activations of the engine. With float32 on both sides the log-prob gap stays under 1e-4."""
     max_model_tokens: PositiveInt = 1024
@@ -37,6 +41,14 @@ class EngineConfig(Section):
     """Engine processes that serve this policy. An episode keeps to one of them, so that its prefixes stay cached."""
     options: dict[str, Any] = {}
     """Further vLLM engine arguments, of capacity and scheduling; what would change the sampled distribution is refused."""
+
+    @model_validator(mode="after")
+    def _one_small_model(self) -> EngineConfig:
+        if self.backend == "torch":
+            for key, plain in (("replicas", 1), ("tensor_parallel", 1), ("options", {})):
+                if getattr(self, key) != plain:
+                    raise ValueError(f"backend is torch, which serves one small model as it is; {key} is for vllm: unset it")
+        return self
 
 
 class LoraConfig(Section):
@@ -92,7 +104,11 @@ class PolicyConfig(Section):
     """One trainable model: its weights, parallel layout, optimiser and engine."""
 
     model: str
-    """A Hugging Face folder, `packaged:smollm2-135m-instruct`, or `tiny:NAME` (a small random model made on the spot)."""
+    """A Hugging Face folder, a name on the hub such as `Qwen/Qwen3-4B` (fetched where the hub's cache lacks its safetensors),
+    `packaged:smollm2-135m-instruct`, or `tiny:NAME` (a small random model made on the spot)."""
+    like: str | None = None
+    """Another policy, whose settings this one has where it sets none of its own; weights, optimiser and engine are its own all
+    the same. Unset once the configuration is read, since all values stand there then."""
     num_ranks: PositiveInt | None = None
     """Trainer ranks of this policy where `train.placement` is split; an equal share of what the others leave if unset."""
     tensor_parallel: PositiveInt = 1
@@ -157,6 +173,8 @@ class PolicyConfig(Section):
             raise ValueError("lora is set and trainable is false; adapters are there to be trained: unset one of them")
         if self.freeze:
             raise ValueError(f"lora is set and freeze is {self.freeze}; lora freezes the whole base: unset one of them")
+        if self.lora.sync == "adapter" and self.engine.backend == "torch":
+            raise ValueError("lora.sync is adapter and engine.backend is torch, which takes whole weights: set sync to merged")
         if self.reference is not None:
             raise ValueError(f"lora is set and reference is {self.reference!r}; under lora the base is the reference: unset it")
         return self
@@ -244,11 +262,14 @@ class RolloutConfig(Section):
         return self
 
 
-class AdvantageConfig(Section):
+class AdvantageSettings(Section):
     """Which rows are compared with each other. A preset, and what to change of it."""
 
     preset: str = "dr-mas"
-    """dr-mas, grpo, dr-mas-paper, mean=agent,std=task, mean=task,std=agent, grpo-turns, rloo, ppo."""
+    """dr-mas, grpo, dr-mas-paper, mean=agent,std=task, mean=task,std=agent, grpo-turns, rloo, dapo, gigpo, reinforce++,
+    reinforce++-baseline, remax, ema, difference, ppo. `drmas/core/estimators/README.md` has the formula, the source and the
+    weak spot of each. dapo also sets loss.clip_high 0.28, loss.aggregation token, loss.kl unset and rollout.dynamic.enabled,
+    each unless the configuration sets it."""
     mean: Literal["agent", "task", "none"] | None = None
     std: Literal["agent", "task", "none"] | None = None
     weighting: Literal["turn", "episode"] | None = None
@@ -257,10 +278,31 @@ class AdvantageConfig(Section):
     min_std: NonNegativeFloat | None = None
     singleton: Literal["zero", "raw"] | None = None
     penalty: Literal["inside", "outside"] | None = None
+    whiten: Literal["pooled", "agent"] | None = None
+    """After the preset: subtract the mean of the step's advantages and divide by their standard deviation, over the tokens of
+    all agents, or of each agent apart. reinforce++ and reinforce++-baseline whiten pooled by themselves, ppo each agent
+    apart."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount per token, for ppo."""
+    """Discount: per token for ppo and reinforce++, per turn for gigpo."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Generalised advantage estimation (arXiv 1506.02438), for ppo."""
+    step_weight: NonNegativeFloat = 1.0
+    """Weight of the comparison within equal states beside that of whole episodes, for gigpo."""
+    anchor_norm: Literal["mean", "mean_std"] = "mean_std"
+    """Of equal states: subtract their mean return, or divide by its standard deviation, too; for gigpo."""
+    anchor_similarity: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """How alike two prompts must be to count as one state (difflib's ratio); equal ones only if unset; for gigpo."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Weight of an agent's baseline of before against the step's mean reward, for ema."""
+    counterfactuals: PositiveInt = 1
+    """Episodes per task and agent that run without the agent, for difference."""
+
+
+class AdvantageConfig(AdvantageSettings):
+    """Which rows are compared with each other: for all agents, and for single ones that differ."""
+
+    agents: dict[str, AdvantageSettings] = {}
+    """Agent -> the settings that its rows have instead. Statistics that are pooled over agents still see all rows."""
 
 
 class LossConfig(Section):
@@ -304,9 +346,16 @@ class LossConfig(Section):
 class TrainConfig(Section):
     """The length of the run and of its pieces."""
 
-    steps: PositiveInt = 10
+    steps: Annotated[int, Field(ge=0)] = 10
+    """0: the warm start alone, and its export."""
+    epochs: PositiveInt | None = None
+    """Passes over the data, in the place of `steps`, which are epochs x tasks / `rollout.tasks_per_step` once the data is read.
+    (Tasks that dynamic sampling drops come on top.) The option --train.steps takes the place of epochs that a recipe sets."""
+    ranks: PositiveInt | None = None
+    """The trainer ranks that the run is laid out for; any number if unset. A start with another number is refused, and
+    `--dry-run` describes a job of so many."""
     updates_per_step: PositiveInt = 1
-    """Optimiser updates per step and policy; tasks are split evenly over them."""
+    """Optimiser updates per step and policy; tasks are split over them, as evenly as they go."""
     placement: Literal["shared", "split"] = "shared"
     """shared: every rank holds a part of every policy, and policies are updated one after the other. split: each policy has
     ranks of its own (`policies.NAME.num_ranks`, in the order of the configuration), and all are updated at the same time."""
@@ -383,6 +432,14 @@ class TelemetryConfig(Section):
     """Steps to trace, such as `steps=3-5`: `profile/trace.json` opens in Perfetto."""
     transcripts: Annotated[int, Field(ge=0)] = 4
     """Episodes per step whose transcript goes into the report."""
+    episodes: bool = True
+    """Write every step's episodes, with ids, log-probs and advantages; without them there are no transcripts and no
+    `inspect`."""
+    moments_every_steps: Annotated[int, Field(ge=0)] = 0
+    """Every how many steps the second moment of each agent's gradient is measured, row by row, beside what it would be under
+    one pooled baseline and under per-agent normalisation; 0 never. Costs a backward pass per measured row."""
+    moments_rows: PositiveInt = 32
+    """Rows per agent that are measured then, spread evenly over the step's rows."""
 
 
 class RunConfig(Section):
@@ -411,17 +468,26 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _completed(cls, data: Any) -> Any:
+        return completed(data) if isinstance(data, dict) else data
+
     @model_validator(mode="after")
     def _shape(self) -> RunConfig:
         if not self.policies:
             raise ValueError("policies is empty; name at least one")
         if both := sorted(self.policies.keys() & self.remotes.keys()):
             raise ValueError(f"{both[0]} is a policy and a remote; agents name both as their policy: choose another name")
-        if self.rollout.tasks_per_step % self.train.updates_per_step:
+        if self.train.updates_per_step > self.rollout.tasks_per_step:
             raise ValueError(
                 f"rollout.tasks_per_step is {self.rollout.tasks_per_step}, train.updates_per_step is "
-                f"{self.train.updates_per_step}; the updates must divide the tasks"
+                f"{self.train.updates_per_step}; every update needs a task of its own"
             )
-        if self.warm_start is not None and self.data.type != "sums":
-            raise ValueError(f"warm_start needs demonstrations, which data.type sums can write and {self.data.type} can't")
+        if self.warm_start is not None and self.data.type not in ("sums", "lookups"):
+            raise ValueError(
+                f"warm_start needs demonstrations, which data.type sums and lookups can write and {self.data.type} can't"
+            )
+        if self.train.steps == 0 and self.warm_start is None:
+            raise ValueError("train.steps is 0 and there is no warm_start; the run would do nothing: set one of them")
         return self

@@ -22,7 +22,8 @@ class SearchTool(Section):
     api_key_env: str | None = None
     """The environment variable that holds the servers' key; the key itself never stands in a configuration."""
     corpus: str = "facts"
-    """`facts` (packaged), or a JSONL file of passages: `contents`, and optionally `id` and `title`."""
+    """`facts` (packaged), `lookups` (of `data.type = "lookups"`), or a JSONL file of passages: `contents`, and optionally `id`
+    and `title`."""
     index: Literal["bm25", "dense"] = "bm25"
     encoder: str = "packaged:all-minilm-l6-v2"
     """Of a dense index: the packaged one or a Hugging Face folder."""
@@ -113,6 +114,15 @@ class SumsData(Section):
     seed: int = 0
 
 
+class LookupsData(Section):
+    """Made-up keys whose values stand in a made-up corpus, some of them behind another key; for models that learn from nothing
+    in minutes. `tools.search.corpus = "lookups"` is the corpus."""
+
+    type: Literal["lookups"] = "lookups"
+    size: PositiveInt = 1000
+    seed: int = 0
+
+
 class ParquetData(Section):
     """Parquet files in the row schema of verl and of the method's first implementation, unchanged: `prompt` (chat messages),
     `data_source`, `reward_model.ground_truth`, `extra_info`, `env_kwargs`."""
@@ -150,7 +160,8 @@ class FactsData(Section):
 
 
 TaskData = Annotated[
-    ReasoningGymData | JsonlData | ParquetData | HuggingFaceData | FactsData | SumsData, Field(discriminator="type")
+    ReasoningGymData | JsonlData | ParquetData | HuggingFaceData | FactsData | SumsData | LookupsData,
+    Field(discriminator="type"),
 ]
 
 
@@ -171,7 +182,8 @@ class MixData(Section):
 
 
 DataConfig = Annotated[
-    ReasoningGymData | JsonlData | ParquetData | HuggingFaceData | FactsData | SumsData | MixData, Field(discriminator="type")
+    ReasoningGymData | JsonlData | ParquetData | HuggingFaceData | FactsData | SumsData | LookupsData | MixData,
+    Field(discriminator="type"),
 ]
 
 

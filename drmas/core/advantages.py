@@ -1,23 +1,20 @@
-"""Which rows are compared with each other, and the advantages that follow: rules as data, presets by name.
+"""Which rows are compared with each other, and the advantages that follow: rules as data.
 
 Turns rows into segments and hands them to `drmas_kernels.segment_advantage`, which owns the formula; keeps the segments so
-that they can be shown. Called by the controller (every rank computes the same from the same rows) and by `drmas inspect`. It
-does not pad, weight or batch: see `drmas.core.batching`.
+that they can be shown. Called by the estimators, which have the names (`drmas.core.estimators`). It does not pad, weight or
+batch: see `drmas.core.batching`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 
-from drmas.core.gae import GaeRule, TokenAdvantages, gae
-from drmas.core.names import expected_names
 from drmas.errors import ConfigError, DataError
-from drmas.types import Row
 from drmas_kernels.segment_advantage import SegmentStats, segment_advantage
 
 Scope = Literal["agent", "task", "none"]
@@ -68,52 +65,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "penalty": ("inside", "outside"),
 }
 
-PRESETS: dict[str, AdvantageRule] = {
-    "dr-mas": AdvantageRule(),
-    "grpo": AdvantageRule(mean="task", std="task", weighting="episode"),
-    # The numbers of the method's first implementation, its singleton rule and its inside penalties included.
-    "dr-mas-paper": AdvantageRule(singleton="raw", penalty="inside"),
-    # The paper's mixed ablations; with dr-mas and grpo-turns only the source of one statistic changes from one to the next.
-    "mean=agent,std=task": AdvantageRule(mean="agent", std="task"),
-    "mean=task,std=agent": AdvantageRule(mean="task", std="agent"),
-    # Pooled statistics over turns: what is left of the per-agent rule when only the agent's identity is taken away.
-    "grpo-turns": AdvantageRule(mean="task", std="task"),
-    "rloo": AdvantageRule(mean="task", std="none", weighting="episode", leave_one_out=True),
-}
-
-
-PPO = "ppo"
-"""The preset whose advantages come from a critic."""
-
-
-def resolve(preset: str, *, gamma: float = 1.0, gae_lambda: float = 1.0, **overrides: Any) -> AdvantageRule | GaeRule:
-    """The preset's rule with the overrides that are not None; a `GaeRule` for "ppo".
-
-    ConfigError: an unknown preset or field, a value out of range, or a setting that the preset has no use for.
-
-    Example: resolve("dr-mas", std="task") == PRESETS["mean=agent,std=task"]
-    """
-    overrides = {name: value for name, value in overrides.items() if value is not None}
-    if preset == PPO:
-        if unused := [name for name in overrides if name not in ("mean", "std", "eps")]:
-            raise ConfigError(
-                f"advantage.{unused[0]} has no effect with preset 'ppo', where a critic gives advantages; unset it"
-            )
-        return GaeRule(gamma=gamma, lam=gae_lambda, **overrides)
-    if preset not in PRESETS:
-        raise ConfigError(f"advantage.preset is {preset!r}; {expected_names(preset, [*PRESETS, PPO])}")
-    for name, value in (("gamma", gamma), ("gae_lambda", gae_lambda)):
-        if value != 1.0:
-            raise ConfigError(f"advantage.{name} is {value}; only preset 'ppo' discounts, and the preset is {preset!r}")
-    names = [f.name for f in fields(AdvantageRule)]
-    for name in overrides:
-        if name not in names:
-            raise ConfigError(f"advantage.{name} is not a setting; {expected_names(name, names)}")
-    return replace(PRESETS[preset], **overrides)
-
 
 class AdvantageRow(Protocol):
-    """What this file needs of a row; `drmas.types.Row` has it."""
+    """What this file needs of a row; `drmas.types.Row` has it. Estimators replace fields, so it is a dataclass."""
 
     task: str
     episode: str
@@ -132,12 +86,12 @@ class Segment:
                      singleton=False, constant=False, num_excluded=0)
     """
 
-    scope: Literal["mean", "std"]
-    """The statistic that the rows take from this segment."""
+    scope: Literal["mean", "std", "anchor"]
+    """The statistic that the rows take from this segment; "anchor": those of equal states (`Advantages.anchors`)."""
     key: Key
-    """(task,) or (task, agent)."""
+    """(task,) or (task, agent), of an anchor with the state's name after it."""
     rows: list[int]
-    """Indices of the included rows."""
+    """Indices of the included rows; where agents have estimators of their own, of those that take the statistic from here."""
     num_episodes: int
     mean: float | None
     std: float | None
@@ -151,15 +105,33 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenAdvantages:
+    """One number per response token of each row, in order; None for an excluded row (I3).
+
+    The critic learns `returns`; `before` is what it said. Both are None where no critic was asked.
+    """
+
+    values: list[list[float] | None]
+    returns: list[list[float] | None] | None = None
+    before: list[list[float]] | None = None
+
+    def row_means(self) -> list[float | None]:
+        """The mean advantage of each row's tokens."""
+        return [None if each is None else sum(each) / len(each) for each in self.values]
+
+
+@dataclass(frozen=True, slots=True)
 class Advantages:
     """`values` in the order of the rows, None where the row is excluded; `segments` in order of first appearance.
 
-    From a critic: `values` are means over each row's tokens, `tokens` has them all, and there are no segments.
+    Where tokens of a row differ (a critic, a discount), `values` are means over each row's tokens, and `tokens` has them all.
+    `anchors` are further comparisons, whose outcome is added to that of `segments`.
     """
 
     values: list[float | None]
     segments: list[Segment]
     tokens: TokenAdvantages | None = None
+    anchors: list[Segment] = field(default_factory=list)
 
     def of(self, row: int) -> float | list[float] | None:
         """What row number `row` is trained with."""
@@ -171,11 +143,16 @@ def advantages(rows: Sequence[AdvantageRow], rule: AdvantageRule) -> Advantages:
 
     The values don't depend on the order of rows. DataError: an included row without a finite reward or penalty.
     """
+    return compared(rows, rule, mean=_keys(rows, rule.mean), std=_keys(rows, rule.std))
+
+
+def compared(
+    rows: Sequence[AdvantageRow], rule: AdvantageRule, *, mean: Sequence[Key] | None, std: Sequence[Key] | None
+) -> Advantages:
+    """As `advantages`, with the segment that each row takes either statistic from in place of the rule's; None: not used."""
+    check_rows(rows)
     included = [row.status == "ok" for row in rows]
-    for index, row in enumerate(rows):
-        if included[index]:
-            _check(index, row)
-    scopes = {"mean": _Segmentation(rows, rule.mean), "std": _Segmentation(rows, rule.std)}
+    scopes = {"mean": _Segmentation(mean), "std": _Segmentation(std)}
     episodes = _number(row.episode for row in rows)
     result = segment_advantage(
         torch.tensor([row.reward if ok else 0.0 for row, ok in zip(rows, included, strict=True)], dtype=torch.float64),
@@ -200,27 +177,22 @@ def advantages(rows: Sequence[AdvantageRow], rule: AdvantageRule) -> Advantages:
     return Advantages(values, segments)
 
 
-def critic_advantages(rows: Sequence[Row], values: Mapping[str, Sequence[Sequence[float]]], rule: GaeRule) -> Advantages:
-    """From the critics' values of every response token: by policy, for that policy's rows in their order.
-
-    DataError: an included row without a finite reward or penalty.
-    """
+def check_rows(rows: Sequence[AdvantageRow]) -> None:
+    """DataError: an included row without a finite reward or penalty."""
     for index, row in enumerate(rows):
-        if row.status == "ok":
-            _check(index, row)
-    queues = {policy: iter(own) for policy, own in values.items()}
-    tokens = gae(rows, [next(queues[row.policy]) for row in rows], rule)
-    return Advantages(tokens.row_means(), [], tokens)
+        for name in ("reward", "penalty") if row.status == "ok" else ():
+            value = getattr(row, name)
+            if value is None or not math.isfinite(value):
+                raise DataError(
+                    f"row {index} (episode {row.episode!r}, agent {row.agent!r}) has {name} {value} and status 'ok'; "
+                    "expected a finite number, or another status to exclude the row"
+                )
 
 
-def _check(index: int, row: AdvantageRow) -> None:
-    for name in ("reward", "penalty"):
-        value = getattr(row, name)
-        if value is None or not math.isfinite(value):
-            raise DataError(
-                f"row {index} (episode {row.episode!r}, agent {row.agent!r}) has {name} {value} and status 'ok'; "
-                "expected a finite number, or another status to exclude the row"
-            )
+def _keys(rows: Sequence[AdvantageRow], scope: Scope) -> list[Key] | None:
+    if scope == "none":
+        return None
+    return [(row.task, row.agent) if scope == "agent" else (row.task,) for row in rows]
 
 
 def _number(keys: Any) -> list[int]:
@@ -232,13 +204,10 @@ def _number(keys: Any) -> list[int]:
 class _Segmentation:
     """The segment of every row for one statistic. Keys are tuples, so names that contain a separator can't collide."""
 
-    def __init__(self, rows: Sequence[AdvantageRow], scope: Scope) -> None:
-        self.keys: list[Key] = []
-        self.segment: list[int] = []
-        if scope != "none":
-            per_row = [(row.task, row.agent) if scope == "agent" else (row.task,) for row in rows]
-            self.keys, self.segment = list(dict.fromkeys(per_row)), _number(per_row)
-        self.used = scope != "none"
+    def __init__(self, keys: Sequence[Key] | None) -> None:
+        self.keys: list[Key] = list(dict.fromkeys(keys or ()))
+        self.segment: list[int] = _number(keys or ())
+        self.used = keys is not None
 
     def ids(self) -> torch.Tensor | None:
         return torch.tensor(self.segment, dtype=torch.int64) if self.used else None

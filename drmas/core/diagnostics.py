@@ -18,31 +18,40 @@ from drmas_kernels.segment_advantage import ROUNDING_ULPS
 def inflation_factors(rows: Sequence[Row]) -> dict[str, float | None]:
     """By how much one pooled baseline inflates the second moment of each agent's gradient (Dr. MAS, Lemma 4.2).
 
-    In a task the factor of agent k is (sigma_k^2 + (mu_k - mu)^2) / sigma^2: mu_k, sigma_k over the rewards of its rows, mu,
-    sigma over the task's distinct episodes, population moments. An episode counts with the mean reward of its rows, which
-    differ where agents have rewards of their own. Averaged over the tasks with sigma > 0, weighted by the rows of the agent;
-    None where there is no such task. 1 means that the pooled baseline does no harm.
+    `pooled_factors` averaged over the agent's included rows of tasks with sigma > 0; None where it has none. 1 means that the
+    pooled baseline does no harm.
+    """
+    factors = pooled_factors(rows)
+    found: dict[str, list[float]] = {row.agent: [] for row in rows}
+    for row in rows:
+        if row.status == "ok" and (row.task, row.agent) in factors:
+            found[row.agent].append(factors[row.task, row.agent])
+    return {agent: _mean(own) for agent, own in found.items()}
+
+
+def pooled_factors(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+    """(sigma_k^2 + (mu_k - mu)^2) / sigma^2 of every (task, agent k) in the tasks with sigma > 0; population moments.
+
+    The reward of an episode is the mean of its rows' rewards, which differ where agents have rewards of their own: that is what
+    the pooled rule `grpo` compares, and every row of an episode gets its comparison. mu, sigma are over the task's distinct
+    episodes; mu_k, sigma_k over the rows of the agent, each with its episode's reward. So the factor is the mean square of the
+    agent's advantages under that rule, but for its ddof and eps.
     """
     episodes: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    per_agent: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    calls: dict[tuple[str, str], list[str]] = defaultdict(list)
     for row in rows:
-        calls = per_agent[row.agent]
         if row.status == "ok":
             episodes[row.task][row.episode].append(row.reward)
-            calls[row.task].append(row.reward)
-    pooled = {task: _moments([_mean(rewards) for rewards in own.values()]) for task, own in episodes.items()}
-    return {agent: _inflation(calls, pooled) for agent, calls in per_agent.items()}
-
-
-def _inflation(calls: dict[str, list[float]], pooled: dict[str, tuple[float, float]]) -> float | None:
-    total, count = 0.0, 0
-    for task, rewards in calls.items():
+            calls[row.task, row.agent].append(row.episode)
+    rewards = {task: {name: _mean(each) for name, each in own.items()} for task, own in episodes.items()}
+    pooled = {task: _moments(list(own.values())) for task, own in rewards.items()}
+    factors = {}
+    for (task, agent), names in calls.items():
         mean, variance = pooled[task]
         if variance > 0:
-            own_mean, own_variance = _moments(rewards)
-            total += len(rewards) * (own_variance + (own_mean - mean) ** 2) / variance
-            count += len(rewards)
-    return total / count if count else None
+            own_mean, own_variance = _moments([rewards[task][name] for name in names])
+            factors[task, agent] = (own_variance + (own_mean - mean) ** 2) / variance
+    return factors
 
 
 def _moments(values: list[float]) -> tuple[float, float]:

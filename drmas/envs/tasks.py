@@ -15,6 +15,7 @@ from drmas.config.tasks import (
     FactsData,
     HuggingFaceData,
     JsonlData,
+    LookupsData,
     MixData,
     ParquetData,
     ReasoningGymData,
@@ -90,6 +91,10 @@ def _leaf(data: DataConfig) -> Sequence[Task]:
         from drmas.envs.facts import questions
 
         return questions(data)
+    if isinstance(data, LookupsData):
+        from drmas.envs.lookups import lookup_tasks
+
+        return lookup_tasks(data)
     assert isinstance(data, SumsData)
     from drmas.envs.sums import sums_tasks
 

@@ -28,6 +28,7 @@ from drmas.policy.groups import PolicyGroups
 from drmas.policy.head import Head, TokenTargets
 from drmas.policy.megatron_config import policy_stack, transformer_config
 from drmas.policy.model import PolicyModel, build_model
+from drmas.policy.moments import score_norms
 from drmas.policy.optimizer import PolicyOptimizer
 from drmas.policy.packing import Packed
 from drmas.policy.passes import EMPTY, Passes, Work
@@ -263,13 +264,34 @@ class PolicyTrainer:
 
     def logprobs(self, rows: Sequence[Row], temperatures: Sequence[float]) -> list[list[float]]:
         """The log-prob of every response token of every row, in order, at the rows' temperatures; the same on every rank."""
+        self._check(rows, temperatures)
+        with self.active():
+            return self._scorer.logprobs(rows, temperatures)
+
+    def score_norms(self, rows: Sequence[Row], temperatures: Sequence[float]) -> list[float]:
+        """Of every row, the squared L2 norm of its score: of the gradient of the mean log-prob of its response tokens, at its
+        temperature, over the trainable parameters. float64 sums; the same on every rank.
+
+        Costs a forward and a backward pass per row, one row at a time. Weights, optimiser, random states and version are as
+        before; gradients are not kept between updates, and not here. ConfigError: not trainable. DataError: as in `logprobs`.
+        """
+        self._check(rows, temperatures)
+        if not rows:
+            return []
+        if self.optimizer is None:
+            raise ConfigError(f"policies.{self.name}.trainable is false; there is no gradient to measure")
+        before = self.rng.state
+        with span("moments", self.name), self.active():
+            found = score_norms(rows, temperatures, passes=self._passes, head=self._head, optimizer=self.optimizer)
+            self.rng.restore(before)
+        return found
+
+    def _check(self, rows: Sequence[Row], temperatures: Sequence[float]) -> None:
         check_rows(rows, policy=self.name, vocab=self.architecture.vocab)
         if len(temperatures) != len(rows):
             raise DataError(
                 f"policy {self.name!r}: {len(temperatures)} temperatures for {len(rows)} rows; expected one per row"
             )
-        with self.active():
-            return self._scorer.logprobs(rows, temperatures)
 
     def weight_source(self) -> WeightSource:
         """The current weights under Hugging Face names, adapters merged; iterate it on all ranks."""

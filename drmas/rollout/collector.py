@@ -1,4 +1,4 @@
-"""The collector: keeps episodes running, `group_size` per task, while somebody else trains.
+"""The collector: keeps episodes running, `group_size` per task and those of its probes, while somebody else trains.
 
     submit(rollouts) -> slots -> the player runs each episode -> its Rollout is done
     wait(until)   <- the trainer's thread: until what it needs is done, or an engine is dead and must be brought back
@@ -22,6 +22,7 @@ from drmas.agents.chat import ChatRenderer
 from drmas.agents.team import TeamConfig
 from drmas.agents.tools import Toolbox
 from drmas.config.schema import RolloutConfig
+from drmas.core.estimators.base import Probe
 from drmas.errors import EngineError, RolloutError, ToolError
 from drmas.rollout.engine import Engine, Sampling
 from drmas.rollout.gate import Gate
@@ -70,9 +71,12 @@ class Collector:
         tools: Toolbox | None = None,
         remotes: Mapping[str, RemoteModel] | None = None,
         sampling: Callable[[AgentConfig], Sampling] | None = None,
+        probes: Sequence[Probe] = (),
     ) -> None:
-        """`sampling`: how an agent samples, where that isn't as its configuration has it (for evaluations)."""
+        """`sampling`: how an agent samples, where that isn't as its configuration has it (for evaluations). `probes`: whose
+        episodes run beside each group."""
         self.team, self.config, self.tools, self.remotes = team, config, tools, dict(remotes or {})
+        self.probes = {probe.name: probe for probe in probes}
         self._gate = Gate(
             engines,
             deterministic=config.deterministic,
@@ -91,6 +95,7 @@ class Collector:
             tools=tools,
             remotes=self.remotes,
             sampling=sampling,
+            probes=self.probes,
         )
         self._loop = LoopThread("rollout")
         self._changed = threading.Condition()
@@ -143,7 +148,7 @@ class Collector:
         step: int,
         on_progress: Callable[[Episode], None] | None = None,
     ) -> list[Episode]:
-        """`group_size` episodes per task, in the order of the tasks; waits for all of them.
+        """`group_size` episodes per task, and those of its probes, in the order of the tasks; waits for all of them.
 
         `on_progress` gets each episode when it is done. What needs an engine that died fails, as nobody brings it back
         meanwhile. ValueError: two tasks with one id.
@@ -154,6 +159,11 @@ class Collector:
             for policy in self.dead:
                 self._loop.run(_do(self._gate.give_up, policy))
         return rollout.episodes
+
+    @property
+    def episodes_per_task(self) -> int:
+        """Those of its group and of its probes."""
+        return self.config.group_size + sum(probe.episodes for probe in self.probes.values())
 
     def rollout(
         self,
@@ -169,7 +179,11 @@ class Collector:
         """
         if len({task.id for task in tasks}) < len(tasks):
             raise ValueError("two of the tasks have the same id; expected distinct ones (I4)")
-        episodes = [Episode(task=task, sample=sample) for task in tasks for sample in range(self.config.group_size)]
+        names = [probe.name for probe in self.probes.values() for _ in range(probe.episodes)]
+        episodes: list[Episode] = []
+        for task in tasks:
+            episodes += [Episode(task, sample) for sample in range(self.config.group_size)]
+            episodes += [Episode(task, -1 - number, probe=name) for number, name in enumerate(names)]
         return Rollout(episodes, step, on_progress)
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:

@@ -1,7 +1,7 @@
 """The engine protocol: token ids in, token ids with log-probs and versions out.
 
 Called by the collector (generate) and by the controller (start, pause, sync, resume, close). `vllm_engine` talks to a vLLM
-process, `scripted` answers by rule; both are held to this page by the same tests.
+process, `torch_engine` runs a small model in this one, `scripted` answers by rule; all are held to this page by the same tests.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from drmas.errors import EngineError
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How one response is sampled. The log-probs returned are of exactly this distribution (I11).
 
-    Training samples at a temperature alone, which the trainer mirrors; temperature 0 (greedy) and `top_p` are for evaluations.
+    Training samples at a temperature alone, which the trainer mirrors; temperature 0 (greedy) is for evaluations and probes,
+    `top_p` for evaluations.
     """
 
     max_tokens: int
@@ -85,3 +88,16 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Stop the process and wait for it; idempotent."""
+
+
+def check_request(prompt_ids: Sequence[int], sampling: Sampling, key: str, *, vocab: int, max_model_tokens: int) -> None:
+    """EngineError for a request that no engine of that vocabulary and room can serve."""
+    if not prompt_ids:
+        raise EngineError(f"{key}: the prompt has no tokens")
+    if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab:
+        raise EngineError(f"{key}: the prompt has the id {max(prompt_ids)}; the vocabulary has {vocab}")
+    if len(prompt_ids) + sampling.max_tokens > max_model_tokens:
+        raise EngineError(
+            f"{key}: the prompt has {len(prompt_ids)} tokens and max_tokens is {sampling.max_tokens}; together at most "
+            f"{max_model_tokens} (max_model_tokens)"
+        )

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from drmas.agents.agent import AgentConfig
@@ -22,6 +23,7 @@ from drmas.agents.chat import ChatRenderer, Message
 from drmas.agents.team import TeamConfig
 from drmas.agents.tools import Toolbox
 from drmas.config.schema import RolloutConfig
+from drmas.core.estimators.base import Probe
 from drmas.core.names import expected_names
 from drmas.core.seeds import sample_seed
 from drmas.errors import EngineError, PromptTooLong, ToolError, TurnTimeout
@@ -44,7 +46,8 @@ class RemoteModel(Protocol):
 
 
 class Player:
-    """Plays episodes of one team. `sampling` says how an agent samples, where that isn't as its configuration has it."""
+    """Plays episodes of one team. `sampling` says how an agent samples, where that isn't as its configuration has it; `probes`,
+    by name, what is different in the episodes that run for one."""
 
     def __init__(
         self,
@@ -59,10 +62,11 @@ class Player:
         tools: Toolbox | None,
         remotes: Mapping[str, RemoteModel],
         sampling: Callable[[AgentConfig], Sampling] | None,
+        probes: Mapping[str, Probe],
     ) -> None:
         self._team, self._gate, self._renderers, self._limits, self._reward = team, gate, renderers, limits, reward
         self._config, self._seed, self._tools, self._remotes = config, seed, tools, remotes
-        self._sampling = sampling or _as_configured
+        self._sampling, self._probes = sampling or _as_configured, probes
         self._agents = team.agents
 
     async def play(self, episode: Episode, step: int) -> None:
@@ -107,17 +111,22 @@ class Player:
             logger.warning("episode %s failed (%s): %s", episode.id, episode.failure.kind, first_line)
 
     def _calls(self, episode: Episode, step: int, deadline: Deadline) -> Calls:
+        probe = self._probes[episode.probe] if episode.probe is not None else None
+        greedy = probe is not None and probe.greedy
+
         def again() -> None:
             episode.retried += 1
 
         async def generate(agent: AgentConfig, prompt_ids: Sequence[int], *, seed: int, key: str) -> Completion:
             sampling = self._sampling(agent)
+            sampling = replace(sampling, temperature=0.0) if greedy else sampling
             return await self._gate.generate(
                 agent.policy, episode.id, prompt_ids, sampling, seed=seed, key=key, deadline=deadline, on_retry=again
             )
 
         async def ask_remote(agent: AgentConfig, messages: Sequence[Message], *, seed: int, key: str) -> Any:
-            return await self._remotes[agent.policy].ask(agent, messages, seed=seed, key=key)
+            asked = agent.model_copy(update={"temperature": 0.0}) if greedy else agent
+            return await self._remotes[agent.policy].ask(asked, messages, seed=seed, key=key)
 
         return Calls(
             self._agents,
@@ -128,6 +137,7 @@ class Player:
             limits=self._limits,
             ask_remote=ask_remote,
             tools=self._tools.session(episode) if self._tools else None,
+            silent=probe and probe.without,
         )
 
     def _said(self, error: BaseException) -> str:

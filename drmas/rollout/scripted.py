@@ -17,7 +17,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from drmas.errors import EngineDied, EngineError
-from drmas.rollout.engine import Completion, Sampling
+from drmas.rollout.engine import Completion, Sampling, check_request
 
 LOGPROB = -1.0
 """The log-prob of every scripted token."""
@@ -172,15 +172,7 @@ class ScriptedEngine:
     def _check(self, prompt_ids: Sequence[int], sampling: Sampling, key: str) -> None:
         if key in self._submitted or key in self._running:
             raise EngineError(f"{key}: a request of this key is in flight; keys of simultaneous requests must differ")
-        if not prompt_ids:
-            raise EngineError(f"{key}: the prompt has no tokens")
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < len(self._tokenizer):
-            raise EngineError(f"{key}: the prompt has the id {max(prompt_ids)}; the vocabulary has {len(self._tokenizer)}")
-        if len(prompt_ids) + sampling.max_tokens > self.max_model_tokens:
-            raise EngineError(
-                f"{key}: the prompt has {len(prompt_ids)} tokens and max_tokens is {sampling.max_tokens}; together at most "
-                f"{self.max_model_tokens} (max_model_tokens)"
-            )
+        check_request(prompt_ids, sampling, key, vocab=len(self._tokenizer), max_model_tokens=self.max_model_tokens)
 
     def _admit(self, keys: list[str]) -> list[str]:
         """Ask the rule for each of these submitted requests, in this order. Returns the keys of those it refused."""

@@ -23,15 +23,17 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from drmas.config.schema import RunConfig
-from drmas.core.advantages import AdvantageRule, Advantages, advantages, critic_advantages
+from drmas.core.advantages import Advantages
 from drmas.core.batching import split_updates, token_weights
-from drmas.core.gae import GaeRule
+from drmas.core.estimators.base import Estimator, Evidence
+from drmas.core.moments import second_moments, spread
 from drmas.errors import CheckpointError, EngineDied, RolloutError, SyncError
 from drmas.policy.batch import PolicyBatch
 from drmas.policy.broadcast import Broadcast
 from drmas.policy.host_platform import peak_memory_bytes
 from drmas.policy.trainer import PolicyTrainer
 from drmas.runtime.driver import Driver
+from drmas.runtime.probes import Baselines
 from drmas.runtime.record import PolicyReport, StepRecord
 from drmas.runtime.resume import Checkpoints
 from drmas.telemetry.console import Console
@@ -50,7 +52,7 @@ class Controller:
         self,
         config: RunConfig,
         *,
-        rule: AdvantageRule | GaeRule,
+        estimator: Estimator,
         policies: Mapping[str, PolicyTrainer],
         temperatures: Mapping[str, float],
         syncs: Mapping[str, WeightSync],
@@ -60,7 +62,7 @@ class Controller:
         console: Console,
         profile: Profile,
     ) -> None:
-        self.config, self.rule, self.policies, self.temperatures = config, rule, policies, temperatures
+        self.config, self.estimator, self.policies, self.temperatures = config, estimator, policies, temperatures
         self.syncs, self.driver, self.share, self.checkpoints = syncs, driver, share, checkpoints
         self.console, self.profile = console, profile
         self.record = StepRecord()
@@ -78,8 +80,9 @@ class Controller:
         for step in range(first_step, self.config.train.steps + 1):
             self.record, started = StepRecord(), time.perf_counter()
             with self.profile.step(step):
-                rows = self.rollout(step)
-                values = self.estimate(rows)
+                rows, baselines = self.rollout(step)
+                values = self.estimate(rows, baselines)
+                self.measure(step, rows, values)
                 self.update(rows, values)
                 trouble = self.sync_changed()
             self.record.add_seconds("step", time.perf_counter() - started)
@@ -89,13 +92,14 @@ class Controller:
             if stop:
                 break
 
-    def rollout(self, step: int) -> list[Row]:
-        """The step's rows, on every rank. An engine that died is started again and synced, and its episodes go on."""
+    def rollout(self, step: int) -> tuple[list[Row], Baselines]:
+        """The step's rows and what probes earned, on every rank. An engine that died is started again and synced, and its
+        episodes go on."""
         message = self.driven(lambda: self.driver.collect(step, self.versions))
         if message["fatal"]:  # the policies are as the last step left them: keep that before giving up
             self.save(step - 1)
             self.give_up(message["fatal"])
-        return [Row(**row) for row in message["rows"]]
+        return [Row(**row) for row in message["rows"]], message["baselines"]
 
     def driven(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What the driver says once no engine had to be started again for it; `fatal` says why the run can't go on."""
@@ -106,18 +110,37 @@ class Controller:
             if message["fatal"] or not message["restarted"]:
                 return message
 
-    def estimate(self, rows: list[Row]) -> Advantages:
-        """Every row's advantage. Each rank computes the same from the same rows, and from what critics say of them."""
+    def estimate(self, rows: list[Row], baselines: Baselines) -> Advantages:
+        """Every row's advantage. Each rank computes the same from the same rows, what critics say of them, and baselines."""
+        values: dict[str, list[list[float]]] = {}
         with self.timed("train"), span("advantage"):
-            if isinstance(self.rule, AdvantageRule):
-                return advantages(rows, self.rule)
-            values = self.told(lambda: {name: self.values(policy, rows) for name, policy in self.policies.items()})
-            return critic_advantages(rows, values, self.rule)
+            if self.estimator.needs_critic:
+                values = self.told(lambda: {name: self.values(policy, rows) for name, policy in self.policies.items()})
+            return self.estimator(rows, Evidence(values, baselines))
 
     def values(self, policy: PolicyTrainer, rows: list[Row]) -> list[list[float]]:
         """What the policy's critic says of its rows; the policy's first rank tells the others."""
         found = policy.values([row for row in rows if row.policy == policy.name])
         return found if policy.groups.whole.rank() == 0 else []
+
+    def measure(self, step: int, rows: list[Row], values: Advantages) -> None:
+        """Where it is due, the second moment of every agent's gradient under the weights that the step's updates start from."""
+        telemetry = self.config.telemetry
+        if not telemetry.moments_every_steps or step % telemetry.moments_every_steps:
+            return
+        chosen = {
+            name: spread(rows, self.trained(name, rows, values) if policy.trainable else [], telemetry.moments_rows)
+            for name, policy in self.config.policies.items()
+        }
+
+        def norms(policy: PolicyTrainer) -> list[float]:
+            mine = [rows[i] for i in chosen[policy.name]]
+            return policy.score_norms(mine, [self.temperatures[row.agent] for row in mine])
+
+        with self.timed("moments"):
+            found = self.told(lambda: {name: norms(policy) for name, policy in self.policies.items()})
+        squares = {i: square for name, own in chosen.items() for i, square in zip(own, found[name], strict=True)}
+        self.record.moments = second_moments(rows, squares, values)
 
     def update(self, rows: list[Row], values: Advantages) -> None:
         """Every rank updates the policies that it holds, then all hear what became of each policy."""
@@ -153,20 +176,25 @@ class Controller:
 
     def batches(self, policy: str, rows: list[Row], values: Advantages) -> list[PolicyBatch]:
         """What a policy is updated with in this step: one batch per update, each with its share of the tasks."""
-        mine = [i for i, row in enumerate(rows) if row.policy == policy and row.trained and values.values[i] is not None]
+        mine = self.trained(policy, rows, values)
         parts = split_updates(list(dict.fromkeys(rows[i].task for i in mine)), self.config.train.updates_per_step)
         chosen = [[i for i in mine if rows[i].task in tasks] for tasks in map(set, parts) if tasks]
         return [self.batch(rows, part, values) for part in chosen]
 
+    def trained(self, policy: str, rows: list[Row], values: Advantages) -> list[int]:
+        """The rows that have a say in the policy's updates."""
+        return [i for i, row in enumerate(rows) if row.policy == policy and row.trained and values.values[i] is not None]
+
     def batch(self, rows: list[Row], chosen: list[int], values: Advantages) -> PolicyBatch:
         mine, tokens = [rows[i] for i in chosen], values.tokens
+        learnt = tokens if tokens is not None and tokens.returns is not None else None  # else no critic was asked
         return PolicyBatch(
             rows=mine,
             advantages=[values.of(i) for i in chosen],
             token_weights=token_weights(mine, self.config.loss.aggregation),
             temperatures=[self.temperatures[row.agent] for row in mine],
-            returns=tokens and [tokens.returns[i] for i in chosen],
-            values=tokens and [tokens.before[i] for i in chosen],
+            returns=learnt and [learnt.returns[i] for i in chosen],
+            values=learnt and [learnt.before[i] for i in chosen],
         )
 
     def told(self, mine: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -216,7 +244,8 @@ class Controller:
     def save(self, step: int) -> None:
         """A checkpoint of the run as it was after `step`; there is none of a run that has not done a step."""
         if step > 0:
-            self.checkpoints.save(step, self.policies, lambda: self.driver.state(), value=self.value)
+            state = {"estimator": self.estimator.state()}  # equal on every rank
+            self.checkpoints.save(step, self.policies, lambda: self.driver.state() | state, value=self.value)
 
     def give_up(self, trouble: str) -> NoReturn:
         """End the run for `trouble`, once what was saved is written."""

@@ -21,6 +21,7 @@ from drmas.policy.batch import PolicyBatch
 from drmas.rollout.collector import Collector
 from drmas.rollout.engine import Engine
 from drmas.runtime.feed import Feed, mark_stale
+from drmas.runtime.probes import Baselines, baselines, probe_metrics
 from drmas.runtime.record import PolicyReport, StepRecord
 from drmas.telemetry.alarms import Alarms, append_alarms
 from drmas.telemetry.console import Console
@@ -61,7 +62,7 @@ class Driver:
             collector, source, config.rollout, last_step=config.train.steps, on_progress=lambda episode: self._advance(1)
         )
         self.episodes: list[Episode] = []
-        """Of the step in progress, once they are taken."""
+        """Of the step in progress, once they are taken; those of probes, too."""
         self.dropped = 0
         self._advance: Callable[[int], None] = _ignore
         self.restarts = dict.fromkeys(engines, 0)
@@ -71,15 +72,15 @@ class Driver:
         """Wait for the step's episodes; `versions` are the policies'.
 
         Returns the message for all ranks: `restarted` names engines that came up anew and need their weights before the next
-        call; otherwise `rows` is complete; `fatal` says why the run can't go on.
+        call; otherwise `rows` is complete, and `baselines` has what probes earned; `fatal` says why the run can't go on.
         """
         try:
             if dead := self._dead():
                 return self._restarted(dead)
             if self.config.rollout.deterministic and not self.feed.in_flight:
                 self._forget_prefixes()
-            rollout = self.config.rollout
-            with self.console.progress("rollout", rollout.tasks_per_step * rollout.group_size) as advance:
+            count = self.config.rollout.tasks_per_step * self.collector.episodes_per_task
+            with self.console.progress("rollout", count) as advance:
                 self._advance = advance
                 groups = self.feed.take(step)
                 self._advance = _ignore
@@ -88,8 +89,8 @@ class Driver:
         except (EngineDied, DataError) as error:
             return _message(fatal=str(error))
         mark_stale(groups, self.bounds, versions, versions_per_step=self.config.train.updates_per_step)
-        self.episodes = [episode for group in groups for episode in group.episodes]
-        if all(episode.failure for episode in self.episodes):
+        self.episodes = [episode for group in groups for episode in group.rollout.episodes]
+        if all(episode.failure for group in groups for episode in group.episodes):
             self.feed.put_back(groups)
             return _message(fatal=self._all_failed(step))
         if self.config.rollout.deterministic and self.config.rollout.max_staleness and not self.feed.in_flight:
@@ -98,7 +99,8 @@ class Driver:
             self.feed.accept(step, groups)
         except DataError as error:
             return _message(fatal=str(error))
-        return _message(rows=[row.to_dict() for row in rows_of(self.episodes)])
+        found = baselines(self.episodes, self.collector.probes)
+        return _message(rows=[row.to_dict() for row in rows_of(self.episodes)], baselines=found)
 
     def settle(self) -> dict[str, Any]:
         """Wait until no episode is in flight, so that weights may change; the message is as that of `collect`, without rows."""
@@ -128,14 +130,15 @@ class Driver:
         `skipped` has the batches of the policies with such an update. Returns `stop`, true after the user's first Ctrl-C, and
         `value`, the metric by which checkpoints are compared.
         """
-        episodes, self.episodes = self.episodes, []
-        write_episodes(self.run_dir, step, episodes, self.tokenizers, values)
+        played, self.episodes = self.episodes, []
+        self._write(step, played, values)
+        episodes = [episode for episode in played if episode.probe is None]
         agents = list(self.collector.team.agents)
         ahead = self.config.rollout.max_staleness > 0
         metrics = record.metrics(episodes, values, agents=agents, peaks=self.peaks, ahead=ahead)
         metrics |= {"rollout/dropped_groups": self.feed.dropped - self.dropped, "rollout/groups_ahead": self.feed.ahead}
         self.dropped = self.feed.dropped
-        metrics |= self.source.stats()
+        metrics |= probe_metrics(played, self.collector.probes) | self.source.stats()
         for name, engine in self.engines.items():
             metrics[f"engine/{name}/peak_memory_bytes"] = engine.stats()["peak_memory_bytes"]
         if self.gpus is not None:
@@ -180,11 +183,16 @@ class Driver:
             with suppress(EngineDied):  # the other replicas of a dead one were paused
                 engine.resume()
 
+    def _write(self, step: int, played: Sequence[Episode], values: Advantages) -> None:
+        if self.config.telemetry.episodes:
+            write_episodes(self.run_dir, step, played, self.tokenizers, values)
+
     def _all_failed(self, step: int) -> str:
         """Why a step of failures only ends the run; its episodes are written."""
-        write_episodes(self.run_dir, step, self.episodes, self.tokenizers, Advantages([None] * len(rows_of(self.episodes)), []))
-        first = self.episodes[0].failure
-        return f"all {len(self.episodes)} episodes of step {step} failed; the first with {first.kind}: {first.message}"
+        self._write(step, self.episodes, Advantages([None] * len(rows_of(self.episodes)), []))
+        failed = [episode for episode in self.episodes if episode.probe is None]
+        first = failed[0].failure
+        return f"all {len(failed)} episodes of step {step} failed; the first with {first.kind}: {first.message}"
 
     def _keep_skipped(self, step: int, name: str, report: PolicyReport, batches: Sequence[PolicyBatch]) -> None:
         """The rows of a policy's updates that were not applied, one a line, with all that the update got."""
@@ -224,8 +232,14 @@ class Driver:
         self.engines[name].start()
 
 
-def _message(*, fatal: str | None = None, restarted: Sequence[str] = (), rows: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    return {"fatal": fatal, "restarted": list(restarted), "rows": list(rows)}
+def _message(
+    *,
+    fatal: str | None = None,
+    restarted: Sequence[str] = (),
+    rows: Sequence[dict[str, Any]] = (),
+    baselines: Baselines | None = None,
+) -> dict[str, Any]:
+    return {"fatal": fatal, "restarted": list(restarted), "rows": list(rows), "baselines": baselines or {}}
 
 
 def _ignore(count: int) -> None:

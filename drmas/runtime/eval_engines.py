@@ -4,7 +4,7 @@ Ablations speak with base models besides the policies' own. An engine that the n
 it needs is made, so that the models of one team are in memory at a time. Where a team needs a policy and its base at once, the
 two share the policy's part of the GPU. Used by `drmas.runtime.evaluate`:
 
-    with Engines(vllm_engine, voices, plan=[{"main"}, {"main", "base of main"}], ...) as engines:
+    with Engines(training_engine, voices, plan=[{"main"}, {"main", "base of main"}], ...) as engines:
         engines.take({"main"})     # by name, not started
         engines.start()
 """
@@ -19,8 +19,7 @@ from pathlib import Path
 from drmas.config.schema import EngineConfig, RunConfig
 from drmas.errors import RolloutError
 from drmas.rollout.engine import Engine
-from drmas.rollout.pool import make_engine
-from drmas.rollout.vllm_engine import VllmEngine
+from drmas.runtime.engines import open_engine
 
 
 @dataclass(frozen=True)
@@ -36,22 +35,16 @@ EngineFactory = Callable[[str, Voice, RunConfig, Path], Engine]
 """(name, voice, the run's settings, folder of the logs) -> an engine, not started."""
 
 
-def vllm_engine(name: str, voice: Voice, config: RunConfig, logs: Path) -> Engine:
-    """vLLM, as training has it; several where the policy has replicas."""
-    deterministic = config.rollout.deterministic
-
-    def one(replica: int | None) -> VllmEngine:
-        return VllmEngine(
-            name,
-            voice.config,
-            model_path=voice.folder,
-            log_dir=logs,
-            seed=config.seed,
-            deterministic=deterministic,
-            replica=replica,
-        )
-
-    return make_engine(one, voice.config.replicas, deterministic=deterministic)
+def training_engine(name: str, voice: Voice, config: RunConfig, logs: Path) -> Engine:
+    """As training has it."""
+    return open_engine(
+        name,
+        voice.config,
+        model_path=voice.folder,
+        log_dir=logs,
+        seed=config.seed,
+        deterministic=config.rollout.deterministic,
+    )
 
 
 class Engines:

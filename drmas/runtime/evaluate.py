@@ -36,7 +36,7 @@ from drmas.errors import ConfigError, DataError, RolloutError
 from drmas.rollout.collector import Collector
 from drmas.rollout.engine import Sampling
 from drmas.rollout.remote import Remote
-from drmas.runtime.eval_engines import EngineFactory, Engines, Voice, vllm_engine
+from drmas.runtime.eval_engines import EngineFactory, Engines, Voice, training_engine
 from drmas.runtime.models import load_tokenizer, resolve_model
 from drmas.runtime.scores import SOLVED_AT, Scores
 from drmas.runtime.tools import make_tools
@@ -98,7 +98,7 @@ def evaluate(
     *,
     output: Path,
     console: Console,
-    make: EngineFactory = vllm_engine,
+    make: EngineFactory = training_engine,
 ) -> EvalResult:
     """Run the evaluation that `config.eval` describes. `models`: policy -> the Hugging Face folder of the weights to evaluate.
 
@@ -281,6 +281,7 @@ class _NoAdvantages:
 
     values: list[None]
     segments: tuple[()] = ()
+    anchors: tuple[()] = ()
 
 
 def _base(policy: str) -> str:

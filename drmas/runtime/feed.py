@@ -24,7 +24,8 @@ from drmas.types import Episode, Failure, Task, ToolUse, Turn
 
 @dataclass
 class Group:
-    """The episodes of one task. `step` is the one with whose weights they were launched; it decides their seeds, too."""
+    """The episodes of one task and of its probes, which come and go together. `step` is the one with whose weights they were
+    launched; it decides their seeds, too."""
 
     task: Task
     step: int
@@ -36,7 +37,8 @@ class Group:
 
     @property
     def episodes(self) -> list[Episode]:
-        return self.rollout.episodes
+        """Those that are trained on, without the probes'."""
+        return [episode for episode in self.rollout.episodes if episode.probe is None]
 
     def teaches(self) -> bool:
         """Whether two of its finished episodes were rewarded differently."""
@@ -119,7 +121,7 @@ class Feed:
             {
                 "task": asdict(group.task),
                 "step": group.step,
-                "episodes": [_saved(episode) for episode in group.episodes] if group.done else None,
+                "episodes": [_saved(episode) for episode in group.rollout.episodes] if group.done else None,
             }
             for group in self._groups
         ]

@@ -18,7 +18,8 @@ from drmas.errors import CheckpointError, ConfigError
 from drmas.telemetry.environment import write_environment
 
 FREE_TO_CHANGE = (
-    *("name", "output", "train.steps", "train.threads", "train.placement", "checkpoint", "telemetry", "eval"),
+    *("name", "output", "train.steps", "train.epochs", "train.ranks", "train.threads", "train.placement"),
+    *("checkpoint", "telemetry", "eval"),
     *("reward.timeout_seconds", "reward.workers", "rollout.max_concurrent_episodes"),
     *("rollout.episode_timeout_seconds", "rollout.turn_timeout_seconds"),
 )
@@ -57,13 +58,7 @@ class RunFolder:
         if resume and overwrite:
             raise ConfigError("--resume continues the run in the folder and --overwrite deletes it; give one of them")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = self.path.with_name(f".{self.path.name}.lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            self._lock = None
-            raise ConfigError(f"another process writes to {self.path}; wait for it, or use another --name") from None
+        self._lock = lock_folder(self.path, "--name")
         self._put_back()  # what a killed process left between `open` and `settle`
         before = self._settings_there()
         if before is None and self.path.exists() and any(self.path.iterdir()):
@@ -114,6 +109,20 @@ class RunFolder:
     def _holds_run(self) -> bool:
         metrics = self.path / "metrics.jsonl"
         return (metrics.is_file() and metrics.stat().st_size > 0) or any((self.path / "checkpoints").glob("step_*"))
+
+
+def lock_folder(path: Path, option: str) -> IO[str]:
+    """Lock the folder `path` by a file beside it, until that is closed in every process that has it open.
+
+    ConfigError: another process has it; `option` names another folder.
+    """
+    file = path.with_name(f".{path.name}.lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(f"another process writes to {path}; wait for it, or use another {option}") from None
+    return file
 
 
 def check_same_run(then: dict[str, Any], config: RunConfig) -> None:

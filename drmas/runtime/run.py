@@ -21,8 +21,7 @@ from drmas.agents.team import TeamConfig, check_policies, check_tools, load_team
 from drmas.agents.user_code import split_spec
 from drmas.config.schema import LossConfig, LossOverrides, PolicyConfig, RunConfig
 from drmas.config.tasks import PythonTool
-from drmas.core.advantages import AdvantageRule, resolve
-from drmas.core.gae import GaeRule
+from drmas.core.estimators import Estimator, resolve
 from drmas.envs.rewards import check_reward, make_reward
 from drmas.envs.source import TaskSource
 from drmas.errors import CheckpointError
@@ -35,15 +34,16 @@ from drmas.policy.reference import Reference
 from drmas.policy.trainer import PolicyTrainer, mismatch_rule
 from drmas.rollout.collector import Collector
 from drmas.rollout.engine import Engine
-from drmas.rollout.pool import make_engine
 from drmas.rollout.remote import Remote
-from drmas.rollout.vllm_engine import VllmEngine
 from drmas.runtime.controller import Controller
 from drmas.runtime.driver import Driver
+from drmas.runtime.engines import open_engine
+from drmas.runtime.epochs import in_steps
 from drmas.runtime.folder import RunFolder
 from drmas.runtime.models import load_tokenizer, resolve_model
-from drmas.runtime.placement import check, describe, notes, policy_ranks
-from drmas.runtime.resume import Checkpoints
+from drmas.runtime.placement import check, describe, has_critic, notes, policy_ranks
+from drmas.runtime.preview import planned_ranks, preview
+from drmas.runtime.resume import Checkpoints, restore_estimator
 from drmas.runtime.tools import make_tools
 from drmas.runtime.warm_start import Teacher, warm_start
 from drmas.telemetry.alarms import Alarms, keep_alarms_until
@@ -59,20 +59,21 @@ from drmas.weights.sync import WeightSync
 def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, dry_run: bool = False) -> Path:
     """Run the whole job; returns the run's folder. Raises UserError kinds for what the user can mend."""
     team = load_team(config.team)
-    rule = resolve(**config.advantage.model_dump(exclude_none=True))
+    estimator = resolve(**config.advantage.model_dump(exclude_none=True), team=list(team.agents))
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    world = (dry_run and planned_ranks(config)) or world
     console = Console(quiet=rank != 0)
     if unused := check_policies(team, [*config.policies, *config.remotes]):
         console.note(f"no agent uses the policy {', '.join(unused)}; it costs memory and does nothing")
     check_tools(team, config.tools)
     make_tools(config.tools)
-    check(config, team, world=world)
-    for note in notes(config, world=world):
-        console.note(note)
     if dry_run:
-        _check_reward(config, TaskSource(config.data, seed=config.seed, curriculum=config.curriculum))
-        console.start(describe(config, team, rule, world=world, folders=_folders(config)))
+        preview(config, team, estimator, console, world=world)
         return Path(config.output) / config.name
+    check(config, team, world=world)
+    config = in_steps(config)
+    for note in notes(config, team, world=world):
+        console.note(note)
     if rank != 0:  # the first interrupt ends the run after its step, by rank 0's word; torchrun sends it to every rank
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -85,7 +86,7 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, d
         folder = RunFolder(config)
         if rank == 0:
             stack.callback(folder.close)
-        Job(config, team, rule, Broadcast(), folder, console, stack, world=world).run(resume=resume, overwrite=overwrite)
+        Job(config, team, estimator, Broadcast(), folder, console, stack, world=world).run(resume=resume, overwrite=overwrite)
     return folder.path
 
 
@@ -99,7 +100,7 @@ class Job:
         self,
         config: RunConfig,
         team: TeamConfig,
-        rule: AdvantageRule | GaeRule,
+        estimator: Estimator,
         share: Broadcast,
         folder: RunFolder,
         console: Console,
@@ -107,7 +108,7 @@ class Job:
         *,
         world: int,
     ) -> None:
-        self.config, self.team, self.rule, self.share, self.world = config, team, rule, share, world
+        self.config, self.team, self.estimator, self.share, self.world = config, team, estimator, share, world
         self.folder, self.console, self.stack = folder, console, stack
         keeping = config.checkpoint
         self.checkpoints = Checkpoints(
@@ -131,6 +132,8 @@ class Job:
     def run(self, *, resume: bool, overwrite: bool) -> None:
         start = self.share(lambda: self.prepare(resume=resume, overwrite=overwrite))
         state, folders = start["state"], {name: Path(path) for name, path in start["folders"].items()}
+        if state:
+            restore_estimator(self.estimator, state["driver"])
         if self.config.warm_start:
             folders = self.warm_start(folders)
         policies = self.build(self.config.policies, folders)
@@ -145,7 +148,7 @@ class Job:
         self.share(lambda: self.start_driver(folders, state))
         controller = Controller(
             self.config,
-            rule=self.rule,
+            estimator=self.estimator,
             policies=policies,
             temperatures={name: agent.temperature for name, agent in self.team.agents.items()},
             syncs={name: self.weight_sync(name, policies.get(name)) for name in self.config.policies},
@@ -165,7 +168,7 @@ class Job:
         self.source = TaskSource(self.config.data, seed=self.config.seed, curriculum=self.config.curriculum)
         _check_reward(self.config, self.source)
         folders = _folders(self.config)
-        self.console.start(describe(self.config, self.team, self.rule, world=self.world, folders=folders))
+        self.console.start(describe(self.config, self.team, self.estimator, world=self.world, folders=folders))
         if resume and state is None:
             self.console.note("no checkpoint yet; starting at step 1")
         self.folder.settle()
@@ -208,7 +211,7 @@ class Job:
 
     def critic(self, name: str, config: PolicyConfig, folder: Path, total_steps: int) -> Critic | None:
         """The policy's critic, where advantages come from one."""
-        if not config.trainable or isinstance(self.rule, AdvantageRule):
+        if not has_critic(self.config, self.team, name):
             return None
         model = resolve_model(config.critic.model, seed=self.config.seed).absolute() if config.critic.model else folder
         layout, seed = self.layouts[name], self.config.seed
@@ -285,6 +288,7 @@ class Job:
             seed=config.seed,
             tools=make_tools(config.tools),
             remotes={name: Remote(name, remote) for name, remote in config.remotes.items()},
+            probes=self.estimator.probes,
         )
         self.stack.enter_context(collector)
         for engine in engines.values():
@@ -317,21 +321,15 @@ class Job:
 
     def engine(self, name: str, policy: PolicyConfig, folder: Path) -> Engine:
         """The policy's engine or engines, not started yet."""
-        deterministic = self.config.rollout.deterministic
-
-        def one(replica: int | None) -> Engine:
-            return VllmEngine(
-                name,
-                policy.engine,
-                replica=replica,
-                model_path=folder,
-                log_dir=self.folder.path / "logs",
-                seed=self.config.seed,
-                deterministic=deterministic,
-                lora=policy.lora if policy.syncs_adapters else None,
-            )
-
-        engine = make_engine(one, policy.engine.replicas, deterministic=deterministic)
+        engine = open_engine(
+            name,
+            policy.engine,
+            model_path=folder,
+            log_dir=self.folder.path / "logs",
+            seed=self.config.seed,
+            deterministic=self.config.rollout.deterministic,
+            lora=policy.lora if policy.syncs_adapters else None,
+        )
         self.stack.callback(engine.close)
         return engine
 

@@ -15,14 +15,15 @@ from typing import Any
 from drmas.agents.team import TeamConfig
 from drmas.config.schema import RolloutConfig, RunConfig, WarmStartConfig
 from drmas.core.batching import token_weights
+from drmas.envs import lookups, sums
 from drmas.envs.rewards import make_reward
 from drmas.envs.source import TaskSource
-from drmas.envs.sums import demonstrate
 from drmas.policy.batch import PolicyBatch
 from drmas.policy.broadcast import Broadcast
 from drmas.policy.trainer import PolicyTrainer
 from drmas.rollout.collector import Collector
 from drmas.rollout.scripted import ScriptedEngine
+from drmas.runtime.tools import make_tools
 from drmas.types import Row, rows_of
 
 
@@ -35,12 +36,16 @@ class Teacher:
         reward = make_reward(config.reward)
         stack.callback(reward.close)
 
+        demonstrate = {"sums": sums.demonstrate, "lookups": lookups.demonstrate}[config.data.type]
+
         def answer(prompt: str, key: str) -> str:
             return demonstrate(prompt, key, seed=config.seed, error_rate=self.warm.error_rate)
 
         engines = {name: ScriptedEngine(tokenizer, answer) for name, tokenizer in tokenizers.items()}
         rollout = RolloutConfig(group_size=1, max_concurrent_episodes=self.warm.batch_size)
-        self.collector = stack.enter_context(Collector(team, engines, tokenizers, reward, rollout, seed=config.seed))
+        tools = make_tools(config.tools)
+        collector = Collector(team, engines, tokenizers, reward, rollout, seed=config.seed, tools=tools)
+        self.collector = stack.enter_context(collector)
 
     def batch(self, step: int) -> list[dict[str, Any]]:
         episodes = self.collector.collect(self.source.take(self.warm.batch_size), step=-step)

@@ -1,7 +1,8 @@
 """The episodes of a step as a file: every turn with its text, ids, log-probs, versions, advantage and segments; tool calls.
 
 `episodes/step_N.jsonl` of a run folder, one object per episode; written by the controller after advantages, read by the report
-and by `drmas inspect`. Failed episodes are in it, with their status and message (I3).
+and by `drmas inspect`. Failed episodes are in it, with their status and message (I3), and those of probes, with the probe's
+name: their turns have no row, so no advantage. A run with `telemetry.episodes = false` has no such files.
 """
 
 from __future__ import annotations
@@ -36,12 +37,17 @@ class Segment(Protocol):
 
 
 class Advantages(Protocol):
-    """What this file needs of `drmas.core.advantages.Advantages`: values and segments over `rows_of(episodes)`."""
+    """What this file needs of `drmas.core.advantages.Advantages`: values and segments over `rows_of(episodes)`.
+
+    `anchors` are further segments, of estimators that compare twice.
+    """
 
     @property
     def values(self) -> Sequence[float | None]: ...
     @property
     def segments(self) -> Sequence[Segment]: ...
+    @property
+    def anchors(self) -> Sequence[Segment]: ...
 
 
 def path_of(run_dir: Path, step: int) -> Path:
@@ -58,10 +64,10 @@ def write_episodes(
     """Write a step's episodes, whole or not at all.
 
     `tokenizers`: policy -> tokenizer, for the prompt's text, special tokens included; a turn of a remote model has text only.
-    `advantages` is over `rows_of(episodes)`; a turn without a row (empty response) gets null.
+    `advantages` is over `rows_of(episodes)`; a turn without a row (empty response, probe) gets null.
     """
     keys: dict[int, dict[str, list[Any]]] = {}
-    for segment in advantages.segments:
+    for segment in (*advantages.segments, *advantages.anchors):
         for row in segment.rows:
             keys.setdefault(row, {})[segment.scope] = list(segment.key)
     lines = []
@@ -69,10 +75,10 @@ def write_episodes(
     for episode in episodes:
         turns = []
         for turn in episode.turns:
-            has_row = bool(turn.response_ids)
+            has_row = bool(turn.response_ids) and episode.probe is None
             written = _turn(turn, tokenizers[turn.policy] if turn.prompt_ids else None)
             written["advantage"] = _finite(advantages.values[row]) if has_row else None
-            written["segments"] = {scope: keys.get(row, {}).get(scope) if has_row else None for scope in ("mean", "std")}
+            written["segments"] = {"mean": None, "std": None} | (keys.get(row, {}) if has_row else {})
             written["reward"] = _finite(rows[row].reward) if has_row else None
             written["status"] = rows[row].status if has_row else None
             turns.append(written)
@@ -91,6 +97,7 @@ def _episode(episode: Episode) -> dict[str, Any]:
         "task": episode.task.id,
         "sample": episode.sample,
         "episode": episode.id,
+        "probe": episode.probe,
         "question": episode.task.question,
         "truth": episode.task.truth,
         "answer": episode.answer,
@@ -137,7 +144,8 @@ def read_episodes(run_dir: Path, step: int) -> list[dict[str, Any]]:
     path = path_of(run_dir, step)
     if not path.is_file():
         steps = ", ".join(map(str, steps_with_episodes(run_dir))) or "none"
-        raise DataError(f"{path}: no such file; the steps with episodes are: {steps}")
+        why = "" if steps != "none" else " (with telemetry.episodes = false a run writes none)"
+        raise DataError(f"{path}: no such file; the steps with episodes are: {steps}{why}")
     episodes = []
     for number, episode in read_objects(path, 'an episode, an object with "turns"'):
         if not isinstance(episode.get("turns"), list):

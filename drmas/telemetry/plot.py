@@ -1,4 +1,4 @@
-"""Line and stacked-bar charts as SVG text, for the report and for plots in documents. No dependency, no script.
+"""Line, stacked-bar, scatter and interval charts as SVG text, for reports and for plots in documents. No dependency, no script.
 
 A chart is drawn in a viewBox of 460 x 260 with text that stays readable at phone width. Colours come from CSS variables
 (`report.css`), light and dark; `standalone` charts carry that part of the style sheet with them. A missing value is a gap.
@@ -23,7 +23,7 @@ MARKED_POINTS = 40
 
 @dataclass(frozen=True)
 class Series:
-    """One line. `low` and `high` draw a band around it (several seeds: minimum and maximum).
+    """One line. `low` and `high` draw a band around it (several seeds: minimum and maximum). `colour`: 0 to 7, else its place.
 
     Example: Series("solver", x=[1, 2, 3], y=[0.1, None, 0.3])
     """
@@ -33,6 +33,29 @@ class Series:
     y: Sequence[float | None]
     low: Sequence[float | None] = field(default=())
     high: Sequence[float | None] = field(default=())
+    colour: int | None = None
+
+
+@dataclass(frozen=True)
+class Points:
+    """A cloud: small dots, crosses, or `large` ones that say their values (means of a cloud). `colour` as in `Series`."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    colour: int | None = None
+    cross: bool = False
+    large: bool = False
+
+
+@dataclass(frozen=True)
+class Span:
+    """A value with its interval, which may be unknown."""
+
+    name: str
+    value: float
+    low: float | None
+    high: float | None
 
 
 def band(name: str, runs: Sequence[Sequence[float | None]], x: Sequence[float]) -> Series:
@@ -51,12 +74,18 @@ def line_chart(
     x_label: str = "step",
     reference: float | None = None,
     marks: Sequence[float] = (),
+    cover: Sequence[float] = (),
     standalone: bool = False,
 ) -> str:
-    """An SVG line chart; `reference` draws a dashed horizontal line (1 for an inflation factor), `marks` vertical ones."""
+    """An SVG line chart; `reference` draws a dashed horizontal line (1 for an inflation factor), `marks` vertical ones.
+
+    The y axis holds the values of `cover`, too: charts that cover the same can be compared.
+    """
     values = [value for one in series for part in (one.y, one.low, one.high) for value in part if _shown(value)]
     if reference is not None and values:
         values.append(reference)
+    if values:
+        values += [value for value in cover if _shown(value)]
     frame = _Frame.fit([x for one in series for x in one.x], values, legend_rows=_legend_rows([one.name for one in series]))
     body = [frame.axes(x_label, y_label)]
     if reference is not None and values:
@@ -64,10 +93,74 @@ def line_chart(
         body.append(f'<line class="reference" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
     bottom = HEIGHT - BOTTOM
     body += [f'<path class="mark" d="M{frame.x(mark):.1f} {frame.top:.1f}V{bottom}"/>' for mark in marks]
-    for index, one in enumerate(series):
-        body.append(_band(frame, one, index))
-        body.append(_line(frame, one, index))
-    return _svg(title, [one.name for one in series], body, standalone, empty=not values)
+    colours = _colours(series)
+    for colour, one in zip(colours, series, strict=True):
+        body.append(_band(frame, one, colour))
+        body.append(_line(frame, one, colour))
+    return _svg(title, [one.name for one in series], body, standalone, empty=not values, colours=colours)
+
+
+def scatter_chart(
+    clouds: Sequence[Points],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    reference: float | None = None,
+    standalone: bool = False,
+) -> str:
+    """An SVG scatter chart with both axes logarithmic and the diagonal y = x dashed; `reference` is a dashed horizontal line.
+
+    A point with a value that is missing, or not above 0, isn't drawn. A cloud without a name isn't in the legend.
+    """
+    drawn = [[(x, y) for x, y in zip(one.x, one.y, strict=True) if _shown(x) and _shown(y) and min(x, y) > 0] for one in clouds]
+    xs, ys = ([pair[axis] for pairs in drawn for pair in pairs] for axis in (0, 1))
+    colours = _colours(clouds)
+    legend = [(one.name, colour) for one, colour in zip(clouds, colours, strict=True) if one.name]
+    frame = _Frame.logarithmic(xs, ys, _legend_rows([name for name, _ in legend]))
+    body = [frame.axes(x_label, y_label)]
+    low, high = max(frame.x_min, frame.y_min), min(frame.x_max, frame.y_max)
+    lines = [(low, low, high, high)] if low < high else []
+    if reference is not None and frame.y_min <= (level := math.log10(reference)) <= frame.y_max:
+        lines.append((frame.x_min, level, frame.x_max, level))
+    for x1, y1, x2, y2 in lines:
+        ends = [f"{frame.x(10**x):.1f} {frame.y(10**y):.1f}" for x, y in ((x1, y1), (x2, y2))]
+        body.append(f'<path class="reference" d="M{ends[0]}L{ends[1]}"/>')
+    body += [_cloud(frame, one, pairs, colour) for one, pairs, colour in zip(clouds, drawn, colours, strict=True)]
+    return _svg(title, [name for name, _ in legend], body, standalone, empty=not xs, colours=[colour for _, colour in legend])
+
+
+def interval_chart(
+    spans: Sequence[Span], *, title: str, x_label: str, reference: float | None = None, standalone: bool = False
+) -> str:
+    """An SVG chart of one row per span, from the top: a dot with its interval; `reference` is a dashed vertical line."""
+    edges = [value for one in spans for value in (one.value, one.low, one.high) if _shown(value)]
+    frame = _Frame.spans([*edges, reference] if edges and reference is not None else edges, [one.name for one in spans])
+    bottom = HEIGHT - BOTTOM
+    body = []
+    for tick in frame.x_ticks:
+        x = frame.x(tick)
+        body.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.top}" y2="{bottom}"/>')
+        body.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{_tick(tick)}</text>')
+    middle = (frame.left + WIDTH - RIGHT) / 2
+    body.append(f'<text class="label" x="{middle:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>')
+    if reference is not None and edges:
+        x = frame.x(reference)
+        body.append(f'<line class="reference" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.top}" y2="{bottom}"/>')
+    for row, one in enumerate(spans):
+        y = frame.y(row + 0.5)
+        body.append(
+            f'<text class="tick" x="{frame.left - 8:.1f}" y="{y + 4:.1f}" text-anchor="end">{escape(_short(one.name))}</text>'
+        )
+        if not _shown(one.value):
+            continue
+        label = f"{one.name}: {number(one.value)}"
+        if _shown(one.low) and _shown(one.high):
+            label += f" [{number(one.low)}, {number(one.high)}]"
+            body.append(f'<path class="line s0" d="M{frame.x(one.low):.1f} {y:.1f}H{frame.x(one.high):.1f}"/>')
+        place = f'cx="{frame.x(one.value):.1f}" cy="{y:.1f}"'
+        body.append(f'<circle class="dot s0" {place} r="4.5"><title>{escape(label)}</title></circle>')
+    return _svg(title, [], body, standalone, empty=not edges)
 
 
 def stacked_chart(series: Sequence[Series], *, title: str, y_label: str, x_label: str = "step") -> str:
@@ -116,6 +209,31 @@ class _Frame:
     top: float
     x_ticks: list[float]
     y_ticks: list[float]
+    log: bool = False
+    """The bounds are decimal logarithms; ticks and the arguments of `x` and `y` are values still."""
+    left: float = LEFT
+
+    @classmethod
+    def logarithmic(cls, xs: Sequence[float], ys: Sequence[float], legend_rows: int) -> _Frame:
+        """Axes that cover at least a factor of 5, so that they have two ticks."""
+        bounds = []
+        for values in (xs or [1.0], ys or [1.0]):
+            low, high = math.log10(min(values)), math.log10(max(values))
+            spare = max(0.03, (math.log10(5) - (high - low)) / 2)
+            bounds += [low - spare, high + spare]
+        x_min, x_max, y_min, y_max = bounds
+        top = 34.0 + 16.0 * legend_rows
+        return cls(x_min, x_max, y_min, y_max, top, _log_ticks(x_min, x_max), _log_ticks(y_min, y_max), log=True)
+
+    @classmethod
+    def spans(cls, xs: Sequence[float], names: Sequence[str]) -> _Frame:
+        """Rows from the top, 0 to 1 the first, and room for their names on the left."""
+        low, high = (min(xs), max(xs)) if xs else (0.0, 1.0)
+        spread = (high - low) * 0.03 or abs(low) * 0.1 or 1.0
+        low, high = low - spread, high + spread
+        shown = [tick for tick in ticks(low, high, 4) if low <= tick <= high]
+        left = min(WIDTH / 2, 20 + CHARACTER_WIDTH * max((len(_short(name)) for name in names), default=0))
+        return cls(low, high, float(max(1, len(names))), 0.0, 34.0, shown, [], left=left)
 
     @classmethod
     def fit(cls, xs: Sequence[float], ys: Sequence[float], legend_rows: int) -> _Frame:
@@ -140,9 +258,11 @@ class _Frame:
         )
 
     def x(self, value: float) -> float:
-        return LEFT + (value - self.x_min) / (self.x_max - self.x_min) * (WIDTH - LEFT - RIGHT)
+        value = math.log10(value) if self.log else value
+        return self.left + (value - self.x_min) / (self.x_max - self.x_min) * (WIDTH - self.left - RIGHT)
 
     def y(self, value: float) -> float:
+        value = math.log10(value) if self.log else value
         return HEIGHT - BOTTOM - (value - self.y_min) / (self.y_max - self.y_min) * (HEIGHT - BOTTOM - self.top)
 
     def axes(self, x_label: str, y_label: str) -> str:
@@ -176,6 +296,34 @@ def ticks(low: float, high: float, count: int, whole: bool = False) -> list[floa
     return [float(f"{index * distance:.12g}") for index in range(first, last + 1)]
 
 
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Values between 10^low and 10^high: 1, 2 and 5 times powers of ten, or up to 7 powers alone where those are many."""
+    steps = (1,) if high - low > 2.5 else (1, 2, 5)
+    powers = range(math.floor(low), math.ceil(high) + 1, max(1, math.ceil((high - low) / 7)))
+    values = [float(f"{step}e{power}") for power in powers for step in steps]
+    return [value for value in values if low <= math.log10(value) <= high]
+
+
+def _colours(drawn: Sequence[Series] | Sequence[Points]) -> list[int]:
+    return [index % COLOURS if one.colour is None else one.colour for index, one in enumerate(drawn)]
+
+
+def _cloud(frame: _Frame, one: Points, pairs: Sequence[tuple[float, float]], colour: int) -> str:
+    """One path for all small points, so that thousands of them stay a small file."""
+    places = [(frame.x(x), frame.y(y)) for x, y in pairs]
+    if one.large:
+        labels = [f"{one.name}: {number(x)}, {number(y)}" for x, y in pairs]
+        return "".join(
+            f'<circle class="dot large s{colour}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{escape(label)}</title></circle>'
+            for (x, y), label in zip(places, labels, strict=True)
+        )
+    if one.cross:
+        path = "".join(f"M{x - 2.5:.1f} {y - 2.5:.1f}l5 5m0-5l-5 5" for x, y in places)
+        return f'<path class="crosses s{colour}" d="{path}"/>' if path else ""
+    path = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
+    return f'<path class="points s{colour}" d="{path}"/>' if path else ""
+
+
 def _tick(value: float) -> str:
     if value == 0:
         return "0"
@@ -203,8 +351,8 @@ def _runs(one: Series, needed: Sequence[Sequence[float | None]]) -> list[list[in
     return [run for run in runs if run]
 
 
-def _line(frame: _Frame, one: Series, index: int) -> str:
-    colour = f"s{index % COLOURS}"
+def _line(frame: _Frame, one: Series, place: int) -> str:
+    colour = f"s{place}"
     parts = []
     runs = _runs(one, [one.y])
     for run in runs:
@@ -224,14 +372,14 @@ def _line(frame: _Frame, one: Series, index: int) -> str:
     return "".join(parts)
 
 
-def _band(frame: _Frame, one: Series, index: int) -> str:
+def _band(frame: _Frame, one: Series, colour: int) -> str:
     if not one.low:
         return ""
     parts = []
     for run in _runs(one, [one.low, one.high]):
         there = [f"{frame.x(one.x[i]):.1f},{frame.y(one.high[i]):.1f}" for i in run]
         back = [f"{frame.x(one.x[i]):.1f},{frame.y(one.low[i]):.1f}" for i in reversed(run)]
-        parts.append(f'<polygon class="band s{index % COLOURS}" points="{" ".join(there + back)}"/>')
+        parts.append(f'<polygon class="band s{colour}" points="{" ".join(there + back)}"/>')
     return "".join(parts)
 
 
@@ -255,16 +403,18 @@ def _short(name: str) -> str:
     return name if len(name) <= 40 else name[:39] + "…"
 
 
-def _legend(names: Sequence[str]) -> str:
+def _legend(names: Sequence[str], colours: Sequence[int]) -> str:
     parts = []
-    for index, (name, (row, x)) in enumerate(zip(names, _legend_places(names), strict=True)):
+    for name, colour, (row, x) in zip(names, colours, _legend_places(names), strict=True):
         y = 36 + 16 * row
-        parts.append(f'<rect class="bar s{index % COLOURS}" x="{x:.1f}" y="{y - 8}" width="10" height="10" rx="2"/>')
+        parts.append(f'<rect class="bar s{colour}" x="{x:.1f}" y="{y - 8}" width="10" height="10" rx="2"/>')
         parts.append(f'<text class="legend" x="{x + 14:.1f}" y="{y + 1}">{escape(_short(name))}</text>')
     return "".join(parts)
 
 
-def _svg(title: str, names: Sequence[str], body: list[str], standalone: bool, empty: bool) -> str:
+def _svg(
+    title: str, names: Sequence[str], body: list[str], standalone: bool, empty: bool, colours: Sequence[int] | None = None
+) -> str:
     note = f'<text class="label" x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">no values</text>' if empty else ""
     style = ""
     if standalone:
@@ -272,4 +422,5 @@ def _svg(title: str, names: Sequence[str], body: list[str], standalone: bool, em
         style = f'<style>{sheet}</style><rect class="paper" width="{WIDTH}" height="{HEIGHT}"/>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
     heading = f'<text class="title" x="{LEFT}" y="18">{escape(title)}</text>'
-    return f'{head} aria-label="{escape(title)}">{style}{heading}{_legend(names)}{"".join(body)}{note}</svg>'
+    legend = _legend(names, [index % COLOURS for index in range(len(names))] if colours is None else colours)
+    return f'{head} aria-label="{escape(title)}">{style}{heading}{legend}{"".join(body)}{note}</svg>'

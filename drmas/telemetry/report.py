@@ -39,13 +39,19 @@ def write_report(run_dir: Path) -> Path:
         f'<section><h2>Curves</h2><div class="charts">{"".join(charts(steps, alarms or ()))}</div></section>',
         f"<section><h2>Steps</h2>{_step_table(steps)}</section>",
     ]
-    shown = config.get("telemetry", {}).get("transcripts", 4)
-    if shown and (html := transcripts(run_dir, shown)):
+    if html := _transcripts(run_dir, config.get("telemetry", {})):
         body.append(f"<section><h2>Transcripts</h2>{html}</section>")
     body.append(_setup(run_dir, config))
     path = run_dir / "report.html"
     replace_text(path, _page(f"{name} · drmas", "".join(body)))
     return path
+
+
+def _transcripts(run_dir: Path, telemetry: dict[str, Any]) -> str:
+    shown = telemetry.get("transcripts", 4)
+    if shown and not telemetry.get("episodes", True):
+        return '<p class="soft">The run kept no episodes: telemetry.episodes is false.</p>'
+    return transcripts(run_dir, shown) if shown else ""
 
 
 def _config(run_dir: Path) -> dict[str, Any]:
@@ -178,10 +184,24 @@ def charts(steps: Sequence[Metrics], alarms: Sequence[Alarm] = ()) -> list[str]:
             keys = {key for _, key in candidates}
             marks = sorted({float(alarm.step) for alarm in alarms if alarm.metric in keys} & set(x))
             drawn.append(line_chart(present, title=title, y_label=y_label, reference=reference, marks=marks))
+    drawn += [chart for agent in agents if (chart := _moments(steps, agent))]
     phases = [Series(name, x, [metrics.get(f"time/{name}_seconds") for metrics in steps]) for name in phases_of(steps)]
     if any(value for one in phases for value in one.y):
         drawn.append(stacked_chart(phases, title="Time by phase", y_label="seconds"))
     return drawn
+
+
+def _moments(steps: Sequence[Metrics], agent: str) -> str | None:
+    """The second moment of the agent's gradient under each comparison, over the steps that measured it."""
+    names = {"pooled": "pooled", "predicted": "predicted", "per_agent": "per agent", "own": "as trained"}
+    columns = {name: f"moments/{agent}/{key}" for key, name in names.items()}
+    measured = [metrics for metrics in steps if any(metrics.get(key) is not None for key in columns.values())]
+    x = [float(metrics["step"] or 0) for metrics in measured]
+    drawable = [Series(name, x, [metrics.get(key) for metrics in measured]) for name, key in columns.items()]
+    present = [one for one in drawable if any(value is not None for value in one.y)]
+    if not present:
+        return None
+    return line_chart(present, title=f"Second moment of {agent}'s gradient", y_label="by that of its score", reference=1.0)
 
 
 def _step_table(steps: Sequence[Metrics]) -> str:

@@ -9,7 +9,7 @@ Every rank writes `rank_N.jsonl` line by line, so that what it did before it was
 (`drmas.telemetry.perfetto`). Ranks are aligned by their hosts' clocks. Times are the host's: on a GPU give `wait`
 (torch.cuda.synchronize), so that a span holds the work that it started, at the price of some overlap.
 
-The names in use: step, rollout, grade, advantage, pack, forward, backward, optimiser, sync.
+The names in use: step, rollout, grade, advantage, moments, pack, forward, backward, optimiser, sync.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A few episodes as HTML: each turn with its prompt, text, advantage and segment; failed episodes shown as failed.
 
 Called by the report. Which episodes: of up to `STEPS` steps spread over the run, the ones that tell most (a failed one, the
-best, the worst), then the first ones.
+best, the worst), then the first ones. Those of probes aren't shown.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def transcripts(run_dir: Path, per_step: int) -> str:
     parts = []
     for position, step in enumerate(reversed(spread(steps_with_episodes(run_dir), STEPS))):
         try:
-            chosen = pick(read_episodes(run_dir, step), per_step)
+            episodes = [episode for episode in read_episodes(run_dir, step) if episode.get("probe") is None]
+            chosen = pick(episodes, per_step)
             body = "".join(_episode(episode) for episode in chosen)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             body = f'<p class="bad">These episodes can\'t be shown: {text(error)}</p>'

@@ -25,7 +25,8 @@ from drmas.weights.wire import LOOPBACK, free_port
 class SyncClient(Client, Protocol):
     """An engine's control channel: vLLM's protocol, and what it lacks. One object per engine process (or set of replicas).
 
-    A scripted engine's has no `num_workers`: there are no weights to carry, and it only learns the version.
+    A scripted engine's has no `num_workers`: there are no weights to carry, and it only learns the version. That of an engine
+    in this process takes the tensors themselves (`take_weights`), all or none.
     """
 
     num_workers: int
@@ -140,6 +141,14 @@ class WeightSync:
             client.finish_weight_update(str(version))
             return
         engine.pause()
+        if hasattr(client, "take_weights"):  # an engine in this process
+            client.take_weights(iter(self._source))
+            client.finish_weight_update(str(version))
+        else:
+            self._transfer(client, version)
+        engine.resume()
+
+    def _transfer(self, client: SyncClient, version: int) -> None:
         if self._client is None or self._client.client is not client:
             self._connect(client)
         self._client.version = version
@@ -147,7 +156,6 @@ class WeightSync:
             for _ in self._source:
                 pass
         self._trainer.send_weights()
-        engine.resume()
 
     def _connect(self, client: SyncClient) -> None:
         """A fresh group with the engine's workers, for the life of its process."""

@@ -34,6 +34,13 @@ def test_bad_values_are_refused(bad: dict) -> None:
         AgentConfig.model_validate(bad)
 
 
+@pytest.mark.parametrize("buffer", [8, 9])
+def test_a_length_buffer_that_holds_every_response_is_refused(buffer: int) -> None:
+    with pytest.raises(ValidationError, match=f"length_buffer is {buffer} and max_tokens is 8; .*set length_buffer below"):
+        AgentConfig(max_tokens=8, length_buffer=buffer)
+    assert AgentConfig(max_tokens=8, length_buffer=7).length_penalty == 1.0
+
+
 def test_placeholders_of_both_templates() -> None:
     agent = AgentConfig(system="You check {subject}.", prompt="{question} {{not_this}}")
     assert agent.placeholders == {"subject", "question"}

@@ -27,6 +27,7 @@ class Desk:
         self.messages: list[list[dict[str, str]]] = []
         self.answers: dict[str, asyncio.Future] = {}
         self.response = [72, 105]
+        self.finish_reason = "stop"
         self.texts: list[str] = []
         """What is said in turn; `response` once they are used up."""
 
@@ -37,12 +38,13 @@ class Desk:
         if key in self.answers:
             await self.answers[key]
         ids = self.ids(self.texts.pop(0)) if self.texts else self.response
-        return SimpleNamespace(token_ids=ids, logprobs=[-0.5] * len(ids), versions=[3] * len(ids), finish_reason="stop")
+        end, count = self.finish_reason, len(ids)
+        return SimpleNamespace(token_ids=ids, logprobs=[-0.5] * count, versions=[3] * count, finish_reason=end)
 
     async def ask_remote(self, agent, messages, *, seed: int, key: str):
         self.asked.append((key, seed))
         self.messages.append(messages)
-        return SimpleNamespace(text=self.texts.pop(0), finish_reason="stop", prompt_tokens=9, response_tokens=2)
+        return SimpleNamespace(text=self.texts.pop(0), finish_reason=self.finish_reason, prompt_tokens=9, response_tokens=2)
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -83,7 +85,7 @@ def desk(byte_tokenizer) -> Desk:
 
 
 def calls_of(
-    desk: Desk, *, limit: int | None = None, tools: Session | None = None, **agents: AgentConfig
+    desk: Desk, *, limit: int | None = None, tools: Session | None = None, silent: str | None = None, **agents: AgentConfig
 ) -> tuple[Calls, Agents, Episode]:
     episode = Episode(task=Task("sums/1", "1+1", "2"), sample=2)
     calls = Calls(
@@ -95,6 +97,7 @@ def calls_of(
         limits={"main": limit} if limit else {},
         ask_remote=desk.ask_remote,
         tools=tools,
+        silent=silent,
     )
     return calls, Agents(calls), episode
 
@@ -559,3 +562,76 @@ async def test_the_parser_is_made_once_for_all_calls(desk: Desk, monkeypatch: py
     for _ in range(5):
         await agents.solver(question="x")
     assert made == ["boxed"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "parsed"),
+    [
+        ({"parser": "text"}, ""),
+        ({"parser": "boxed"}, None),
+        ({"parser": "verdict:yes,no"}, False),
+        ({"parser": "verdict:yes,no", "on_invalid": "fail_open"}, True),
+        ({"parser": "verdict:yes,no", "retries": 3, "tools": ("search",), "invalid_penalty": 0.5}, False),
+        ({"policy": "far"}, ""),
+    ],
+)
+async def test_a_silent_agents_calls_are_empty_texts_that_nobody_is_asked_for(desk: Desk, changes: dict, parsed) -> None:
+    configs = {"solver": AgentConfig(prompt="{not passed}", max_tokens=1000, **changes), "other": AgentConfig(max_tokens=8)}
+    _, agents, episode = calls_of(desk, limit=100, tools=Session(), silent="solver", **configs)
+    for _ in range(2):
+        turn = await agents.solver(question="x")
+        assert (turn.text, turn.parsed, turn.valid, turn.trained) == ("", parsed, False, False)
+        assert (turn.prompt_ids, turn.response_ids, turn.logprobs, turn.versions) == ([], [], [], [])
+    assert (desk.asked, episode.turns) == ([], [])
+    spoken = await agents.other(question="x")
+    assert (episode.turns, spoken.index) == ([spoken], 0)
+
+
+async def test_a_silent_agent_of_a_sub_team_is_named_in_full_and_a_team_that_waits_for_it_can_be_stopped(desk: Desk) -> None:
+    _, agents, episode = calls_of(desk, silent="inner.solver", solver=AgentConfig(), inner__solver=AgentConfig())
+    await agents.solver(question="x")
+
+    async def insist() -> None:
+        while not (await agents.inner.solver(question="x")).valid:
+            pass
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(insist(), 0.01)
+    assert [turn.agent for turn in episode.turns] == ["solver"]
+
+
+async def test_a_silent_agent_is_refused_after_the_teams_end_as_any_other(desk: Desk) -> None:
+    calls, agents, _ = calls_of(desk, silent="solver", solver=AgentConfig())
+    await calls.close()
+    with pytest.raises(TeamError, match="was called after the team had returned"):
+        await agents.solver(question="x")
+
+
+async def test_a_response_pays_for_its_length_and_for_what_it_says(desk: Desk) -> None:
+    solver = AgentConfig(parser="boxed", invalid_penalty=0.25, max_tokens=20, length_buffer=8, length_penalty=0.5, retries=1)
+    _, agents, episode = calls_of(desk, solver=solver)
+    desk.texts = ["x" * 12, "x" * 14, SOLVED, "x" * 20]
+    await agents.solver(question="x")
+    assert [turn.penalty for turn in episode.turns] == [0.25, 0.25 + 0.5 * 2 / 8]
+    await agents.solver(question="x")
+    assert (episode.turns[-1].valid, episode.turns[-1].penalty) == (True, 0.0)
+    desk.finish_reason = "length"  # at 20 of 20 tokens that is all one penalty
+    await agents.solver(question="x")
+    assert [turn.penalty for turn in episode.turns[3:]] == [0.75, 0.75]
+    assert [turn.finish_reason for turn in episode.turns[3:]] == ["length", "length"]
+
+
+async def test_a_response_that_calls_tools_pays_for_its_length_too(desk: Desk) -> None:
+    _, agents, episode = calls_of(desk, tools=Session(), solver=AgentConfig(tools=("search",), max_tokens=9, length_buffer=8))
+    desk.texts = ["call A", "no"]
+    await agents.solver(question="x")
+    assert [turn.penalty for turn in episode.turns] == [5 / 8, 1 / 8]
+
+
+async def test_of_a_remote_response_only_a_cut_is_known(desk: Desk) -> None:
+    far = AgentConfig(policy="far", max_tokens=9, length_buffer=8, length_penalty=0.5)
+    _, agents, _ = calls_of(desk, far=far)
+    desk.texts = ["yes", "yes"]
+    assert (await agents.far(question="x")).penalty == 0.0
+    desk.finish_reason = "length"
+    assert (await agents.far(question="x")).penalty == 0.5

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.advantage_loops import Rows, per_row_loops
-from drmas.core.advantages import PRESETS, advantages
+from drmas.core.estimators import resolve
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 4), (4, 3, 1), (2, 1, 9)])
@@ -20,7 +20,7 @@ def test_the_per_row_loops_are_the_preset_dr_mas_paper():
         Called("t1", "9", "solver", 0.5, 0.1),
         Called("t0", "1", "verifier", 0.0, 0.0),
     ]
-    expected = advantages(rows, PRESETS["dr-mas-paper"]).values
+    expected = resolve("dr-mas-paper")(rows).values
     score = torch.tensor([row.reward - row.penalty for row in rows])
     actual = per_row_loops(score, [row.task for row in rows], [row.agent for row in rows])
     assert actual.tolist() == pytest.approx(expected, rel=2e-5, abs=2e-5)

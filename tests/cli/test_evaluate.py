@@ -79,7 +79,7 @@ def here(tmp_path, model, monkeypatch) -> Path:
     (tmp_path / "tasks.jsonl").write_text("".join(f"{json.dumps(task)}\n" for task in tasks))
     shutil.copytree(model, tmp_path / "start")
 
-    def engine(name, config, *, model_path, log_dir, seed, deterministic, replica=None) -> ScriptedEngine:
+    def engine(name, config, *, model_path, log_dir, seed, deterministic, replica=None, lora=None) -> ScriptedEngine:
         def answer(prompt: str, key: str) -> str:
             if name == "judge":
                 return "yes"
@@ -87,7 +87,7 @@ def here(tmp_path, model, monkeypatch) -> Path:
 
         return ScriptedEngine(AutoTokenizer.from_pretrained(model_path), answer, deterministic=deterministic)
 
-    monkeypatch.setattr("drmas.runtime.eval_engines.VllmEngine", engine)
+    monkeypatch.setattr("drmas.runtime.engines.VllmEngine", engine)
     return tmp_path
 
 
@@ -299,7 +299,7 @@ def test_an_interrupt_ends_it_with_nothing_left_behind(here, number):
 import signal, sys
 from pathlib import Path
 from transformers import AutoTokenizer
-import drmas.runtime.eval_engines
+import drmas.runtime.engines
 from drmas.rollout.scripted import ScriptedEngine
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -312,7 +312,7 @@ class Silent(ScriptedEngine):
 def engine(name, config, *, model_path, **unused):
     return Silent(AutoTokenizer.from_pretrained(model_path), lambda prompt, key: Path("asked").touch())
 
-drmas.runtime.eval_engines.VllmEngine = engine
+drmas.runtime.engines.VllmEngine = engine
 from drmas.cli.main import main
 sys.argv = ["drmas", "eval", "toy.toml"]
 main()

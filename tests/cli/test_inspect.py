@@ -73,6 +73,91 @@ def test_the_text_lists_segments_flags_factors_and_every_row(rows_file):
     assert "solver 1.000  verifier 2.000" in text
 
 
+@pytest.fixture
+def turns(rows_file):
+    """Two episodes of two turns; the first turns read the same, the second ones don't."""
+    rows = [
+        row(
+            f"e{episode}",
+            "solver",
+            1 - episode,
+            turn=turn,
+            prompt_ids=[1, 2, turn * episode, turn],
+            response_ids=[5] * (turn + 1),
+        )
+        for episode in range(2)
+        for turn in range(2)
+    ]
+    return rows_file(*rows)
+
+
+def test_equal_states_are_shown(turns):
+    overrides = ["--advantage.preset", "gigpo", "--advantage.gamma", "0.5", "--advantage.anchor_norm", "mean"]
+    answer = as_json(turns, *overrides)
+    assert [(s["scope"], s["key"], s["rows"]) for s in answer["segments"][2:]] == [
+        ("anchor", ["t", "solver", "state 0"], [0, 2]),
+        ("anchor", ["t", "solver", "state 1"], [1]),
+        ("anchor", ["t", "solver", "state 2"], [3]),
+    ]
+    assert (answer["rule"]["gamma"], answer["rule"]["anchor_norm"], answer["rule"]["mean"]) == (0.5, "mean", "agent")
+    whole = 0.5 / (math.sqrt(1 / 3) + 1e-6)
+    assert [r["advantage"] for r in answer["rows"]] == pytest.approx([whole + 0.25, whole, -whole - 0.25, -whole])
+    text = inspect_rows(read_rows(turns), overrides, as_json=False)
+    table = text[text.index("equal states (compared beside that, by discounted reward)") :]
+    assert "t / solver / state 1" in table
+    assert "0.2500" in table
+
+
+def test_whitened_tokens_are_shown_by_their_mean(turns):
+    answer = as_json(turns, "--advantage.preset", "reinforce++", "--advantage.gamma", "0.5")
+    tokens = [1.0, 0.5, 1.0, 0.0, 0.0, 0.0]
+    mean = sum(tokens) / 6
+    std = math.sqrt(sum((each - mean) ** 2 for each in tokens) / 5) + 1e-6
+    expected = [1.0 - mean, 0.75 - mean, -mean, -mean]
+    assert [r["advantage"] for r in answer["rows"]] == pytest.approx([each / std for each in expected])
+    assert answer["notes"] == ["the advantage of a row is the mean over its tokens"]
+    assert answer["segments"] == []
+
+
+def test_agents_with_an_estimator_of_their_own(rows_file):
+    path, overrides = rows_file(*ROWS), ["--advantage.agents.verifier.preset", "grpo"]
+    answer = as_json(path, *overrides)
+    assert answer["rule"]["agents"]["verifier"]["weighting"] == "episode"
+    assert [r["advantage"] for r in answer["rows"]][:2] == pytest.approx([(2 / 3) / (math.sqrt(1 / 3) + 1e-6)] * 2)
+    shown = [(s["scope"], s["key"], s["rows"]) for s in answer["segments"] if 1 in s["rows"]]
+    assert shown == [("mean", ["t"], [1]), ("std", ["t"], [1])]
+    text = inspect_rows(read_rows(path), overrides, as_json=False)
+    assert "advantage.agents.verifier:  mean=task  std=task  weighting=episode" in text
+    with pytest.raises(ConfigError, match="names 'critic', which isn't in the team"):
+        as_json(path, "--advantage.agents.critic.preset", "grpo")
+
+
+def test_a_moving_mean_starts_with_these_rows_and_says_so(rows_file):
+    path = rows_file(*ROWS)
+    answer = as_json(path, "--advantage.preset", "ema")
+    assert [r["advantage"] for r in answer["rows"]] == pytest.approx([2 / 3, 0.0, -1 / 3 - 0.1, None, -1 / 3])
+    note = "advantage.preset 'ema' starts from these rows here, in a run from the steps before"
+    assert answer["notes"] == [note]
+    assert note in inspect_rows(read_rows(path), ["--advantage.preset", "ema"], as_json=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        (["--advantage.preset", "ppo"], ConfigError, "advantage.preset 'ppo' needs a critic's values; inspect shows"),
+        (["--advantage.preset", "remax"], ConfigError, "'remax' needs episodes beside each group ('greedy')"),
+        (["--advantage.preset", "difference"], ConfigError, "('without solver', 'without verifier')"),
+        (["--advantage.agents.solver.preset", "remax"], ConfigError, "or advantage.agents.solver.preset 'remax' needs"),
+        (["--advantage.preset", "gigpo"], DataError, "the row t/e0/solver/0 has no prompt_ids, which this estimator reads"),
+        (["--advantage.whiten", "agent"], DataError, "has no response_ids, which this estimator reads"),
+    ],
+)
+def test_what_an_estimator_lacks_is_named(rows_file, overrides, error, message):
+    with pytest.raises(error) as caught:
+        as_json(rows_file(*ROWS), *overrides)
+    assert message in str(caught.value)
+
+
 def test_two_scopes_give_two_tables(rows_file):
     text = inspect_rows(read_rows(rows_file(*ROWS)), ["--advantage.std", "task"], as_json=False)
     first, second = text.index("segments of the mean (taken off)\n"), text.index("segments of the std (divided by)\n")
@@ -109,6 +194,11 @@ def test_blank_lines_numeric_names_and_a_byte_order_mark_are_fine(rows_file, tmp
         ('{"task": "t", "episode": "e", "agent": "a", "reward": 1, "turn": -1}', "turn is -1"),
         ('{"task": "t", "episode": "e", "agent": "a", "reward": 1, "turn": 0.5}', "turn is 0.5"),
         ('{"task": "t", "episode": "e", "agent": "a", "reward": 1, "status": 0}', "status is 0"),
+        ('{"task": "t", "episode": "e", "agent": "a", "reward": 1, "response_ids": []}', "response_ids is []; expected a list"),
+        (
+            '{"task": "t", "episode": "e", "agent": "a", "reward": 1, "prompt_ids": [1.5]}',
+            "prompt_ids is [1.5]; expected a list",
+        ),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(rows_file, bad, message):
@@ -152,6 +242,7 @@ def run_dir(tmp_path):
     class NoAdvantages:
         values = (0.0, 0.0, 0.0, None)
         segments = ()
+        anchors = ()
 
     def turn(agent, index, response):
         size = len(response)
@@ -162,6 +253,7 @@ def run_dir(tmp_path):
         Episode(task, 0, [turn("solver", 0, [1]), turn("verifier", 1, [2])], "a", 1.0),
         Episode(task, 1, [turn("solver", 0, [3]), turn("verifier", 1, [])], "b", 0.0),
         Episode(task, 2, [turn("solver", 0, [4])], failure=Failure("timeout", "too long")),
+        Episode(task, -1, [turn("solver", 0, [1])], "a", 1.0, probe="greedy"),
     ]
     write_episodes(tmp_path, 2, episodes, {"main": Words()}, NoAdvantages())
     (tmp_path / "config.json").write_text('{"advantage": {"preset": "grpo", "ddof": 0}}')
@@ -183,6 +275,18 @@ def test_a_step_of_a_run_is_shown_under_the_runs_own_rule(run_dir):
     assert values[3] is None
     changed = json.loads(inspect_run(run_dir, 2, ["--advantage.preset", "dr-mas"], as_json=True))
     assert [r["advantage"] for r in changed["rows"]][1] == 0.0
+
+
+def test_a_runs_rows_have_their_token_ids_for_who_reads_them(run_dir):
+    answer = json.loads(inspect_run(run_dir, 2, ["--advantage.preset", "gigpo", "--advantage.whiten", "pooled"], as_json=True))
+    assert [s["rows"] for s in answer["segments"] if s["scope"] == "anchor"] == [[0, 2], [1]]
+    assert [r["advantage"] for r in answer["rows"]][1] == 0.0
+    assert "prompt_ids" not in answer["rows"][0]
+
+
+def test_an_agent_of_the_run_may_have_no_rows_in_the_step(run_dir):
+    (run_dir / "config.json").write_text('{"advantage": {"preset": "grpo", "agents": {"judge": {"preset": "rloo"}}}}')
+    assert json.loads(inspect_run(run_dir, 2, [], as_json=True))["rule"]["agents"]["judge"]["leave_one_out"] is True
 
 
 def test_an_unknown_step_lists_the_known_ones(run_dir):

@@ -86,7 +86,8 @@ def test_train_hands_configuration_and_switches_to_the_run(call, monkeypatch):
 
 
 def test_config_explain(call):
-    assert call("config", "explain", "train.steps")[1] == "train.steps: integer > 0; default 10\n"
+    explained = call("config", "explain", "train.steps")[1]
+    assert explained == "train.steps: integer >= 0; default 10. 0: the warm start alone, and its export.\n"
     assert call("config", "explain", "train.stpes")[0] == 2
 
 
@@ -110,6 +111,9 @@ def test_a_fault_of_ours_keeps_its_traceback(monkeypatch):
 
 def test_the_app_names_every_command():
     names = {command.callback.__name__ for command in cli.app.registered_commands}
-    assert names == {"train", "inspect", "report", "doctor", "export", "import_", "eval_", "prepare_data", "serve_retriever"}
+    assert names == {
+        *("train", "inspect", "report", "doctor", "export", "import_", "eval_", "prepare_data", "serve_retriever"),
+        "reproduce",
+    }
     assert isinstance(cli.config_app, typer.Typer)
     assert issubclass(DataError, cli.UserError)

@@ -41,7 +41,7 @@ def test_a_key_is_explained_with_type_default_and_help():
 def test_a_section_is_explained_with_its_keys():
     lines = describe("train").split("\n")
     assert lines[0] == "train: section. The length of the run and of its pieces."
-    keys = ["train.steps", "train.updates_per_step", "train.placement", "train.threads"]
+    keys = ["train.steps", "train.epochs", "train.ranks", "train.updates_per_step", "train.placement", "train.threads"]
     assert [line.split(":")[0].strip() for line in lines[1:]] == keys
 
 
@@ -49,14 +49,15 @@ def test_a_section_of_several_shapes_lists_the_keys_under_the_shape_that_has_the
     lines = describe("data").split("\n")
     assert lines[1].startswith("  data.type: reasoning-gym | jsonl | parquet")
     starts = [line.split(":")[0] for line in lines]
-    sums, mix = starts.index("  sums"), starts.index("  mix")
-    assert starts[sums + 1 : mix] == [f"    data.{key}" for key in ("largest", "terms", "size", "seed")]
+    sums, lookups, mix = (starts.index(f"  {shape}") for shape in ("sums", "lookups", "mix"))
+    assert starts[lookups + 1 : mix] == ["    data.size", "    data.seed"]
+    assert starts[sums + 1 : lookups] == [f"    data.{key}" for key in ("largest", "terms", "size", "seed")]
     assert starts[mix + 1 :] == ["    data.parts"]
 
 
 def test_a_key_that_shapes_of_a_section_share_is_explained_for_each():
     assert describe("data.size").split("\n") == [
-        "data.type reasoning-gym, sums: data.size: integer > 0; default 1000",
+        "data.type reasoning-gym, sums, lookups: data.size: integer > 0; default 1000",
         "data.type facts: data.size: integer > 0, or unset; default unset. All of them if unset, else so many, drawn by "
         "`seed`.",
     ]

@@ -90,16 +90,16 @@ def test_the_same_shape_keeps_the_settings(recipe):
             ["--data.largest", "3"],
             ["data.largest", "data.type reasoning-gym", "it takes type, name, size, seed, difficulty, options"],
         ),
-        (["--train.steps", "-3"], ["train.steps: -3; expected integer > 0 (from --train.steps)"]),
-        (["--train.steps", "x"], ["train.steps: 'x'; expected integer > 0"]),
-        (["--train.steps"], ["--train.steps: has no value; expected integer > 0"]),
+        (["--train.steps", "-3"], ["train.steps: -3; expected integer >= 0 (from --train.steps)"]),
+        (["--train.steps", "x"], ["train.steps: 'x'; expected integer >= 0"]),
+        (["--train.steps"], ["--train.steps: has no value; expected integer >= 0"]),
         (["--train.steps.x", "5"], ["--train.steps.x: train.steps is a value"]),
-        (["--train", "5"], ["train: 5; expected the keys steps, updates_per_step, placement, threads"]),
+        (["--train", "5"], ["train: 5; expected the keys steps, epochs, ranks, updates_per_step, placement"]),
         (["--train", '{"stps": 3}'], ["train.stps: unknown key (from --train)"]),
         (["--advantage.mean", "agnt"], ["advantage.mean: 'agnt'; expected agent | task | none"]),
         (
             ["--data.type", "smus"],
-            ["data.type: smus; expected reasoning-gym | jsonl | parquet | huggingface | facts | sums | mix"],
+            ["data.type: smus; expected reasoning-gym | jsonl | parquet | huggingface | facts | sums | lookups | mix"],
         ),
         (["--policies.mian.lr", "1"], ["policies.mian.model: missing (from --policies.mian.lr)", "main"]),
         (["--loss.dual-clip", "0.5"], ["dual_clip is 0.5; it must exceed 1", "--loss.dual-clip"]),
@@ -113,7 +113,7 @@ def test_the_same_shape_keeps_the_settings(recipe):
             ["--policies.main.lora.rank", "4", "--policies.main.reference", "m"],
             ["lora is set and reference is 'm'", "unset it"],
         ),
-        (["--rollout.tasks-per-step", "3", "--train.updates-per-step", "2"], ["updates must divide the tasks"]),
+        (["--rollout.tasks-per-step", "3", "--train.updates-per-step", "4"], ["every update needs a task of its own"]),
         (["steps=5"], ["'steps=5': unexpected; expected --section.key value"]),
         (["--train..steps", "5"], ["--train..steps: has an empty part"]),
     ],
@@ -126,10 +126,10 @@ def test_a_mistake_is_one_line_that_names_the_key_and_what_was_expected(recipe, 
 
 
 def test_every_fault_gets_its_line(recipe):
-    lines = error_of(recipe, "--train.steps", "0", "--loss.clip-low", "-1").split("\n")
+    lines = error_of(recipe, "--train.steps", "-1", "--loss.clip-low", "-1").split("\n")
     assert lines == [
         "loss.clip_low: -1; expected number >= 0 (from --loss.clip-low)",
-        "train.steps: 0; expected integer > 0 (from --train.steps)",
+        "train.steps: -1; expected integer >= 0 (from --train.steps)",
     ]
 
 
@@ -271,8 +271,8 @@ def test_the_parts_of_a_mix_are_reached_by_overrides_in_any_order():
         ),
         (
             ["--data.parts.b.data.type", "mix"],
-            "data.parts.b.data.type: mix; expected reasoning-gym | jsonl | parquet | huggingface | facts | sums (from "
-            "--data.parts.b.data.type)",
+            "data.parts.b.data.type: mix; expected reasoning-gym | jsonl | parquet | huggingface | facts | sums | lookups "
+            "(from --data.parts.b.data.type)",
         ),
         (["--data.parts.sums.weight", "0"], "data.parts.sums.weight: 0; expected number > 0 (from --data.parts.sums.weight)"),
         (
@@ -296,3 +296,13 @@ def test_tables_of_named_values_and_sections_are_reached_by_overrides():
     assert error_of("quickstart", "--data.type", "mix", "--data.parts", "{}") == (
         "data.parts: {}; expected a table of named entries (from --data.parts)"
     )
+
+
+def test_a_run_of_no_steps_needs_a_warm_start(recipe):
+    assert "no warm_start" in error_of(recipe, "--train.steps", "0")
+    assert load("maths-tiny", ["--train.steps", "0"]).train.steps == 0
+
+
+@pytest.mark.parametrize("data", ["facts", "reasoning-gym"])
+def test_only_some_tasks_have_demonstrations(data):
+    assert "sums and lookups can write" in error_of("maths-tiny", "--data", json.dumps({"type": data}))

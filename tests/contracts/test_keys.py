@@ -9,10 +9,10 @@ import pytest
 from drmas.agents.team import check_policies, load_team
 from drmas.config.keys import find
 from drmas.config.load import load, recipes
-from drmas.core.advantages import resolve
+from drmas.core.estimators import ESTIMATORS, resolve
 
 SWITCHES = {
-    *("dry-run", "resume", "overwrite", "list", "profile", "json", "rows", "step", "help"),
+    *("ranks", "dry-run", "resume", "overwrite", "list", "profile", "json", "rows", "step", "help"),
     *("policy", "output", "adapter", "model", "checkpoint", "samples", "ablate"),
 }
 """Options of the commands themselves."""
@@ -91,13 +91,12 @@ def test_the_check_itself_can_fail():
 def test_every_recipe_loads_whole(name):
     config = load(name)
     assert config.name == name
-    assert check_policies(load_team(config.team), config.policies) == []
-    resolve(**config.advantage.model_dump(exclude_none=True))
+    team = load_team(config.team)
+    assert check_policies(team, config.policies) == []
+    resolve(**config.advantage.model_dump(exclude_none=True), team=list(team.agents))
     assert config.rollout.tasks_per_step * config.rollout.group_size > 1
 
 
 def test_the_documented_preset_names_are_the_ones_there_are():
-    from drmas.core.advantages import PRESETS
-
     help_text = find(["advantage", "preset"]).help
-    assert [name for name in PRESETS if f"{name}," not in help_text and f"{name}." not in help_text] == []
+    assert [name for name in ESTIMATORS if f"{name}," not in help_text and f"{name}." not in help_text] == []

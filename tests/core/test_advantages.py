@@ -1,4 +1,4 @@
-"""Presets against the recorded numbers and by hand; segments; I3, I4, I6, I7 on rows."""
+"""Rules and their presets against the recorded numbers and by hand; segments; I3, I4, I6, I7 on rows."""
 
 import math
 from dataclasses import replace
@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drmas.core.advantages import PRESETS, AdvantageRule, advantages, resolve
-from drmas.core.gae import GaeRule
-from drmas.errors import ConfigError, DataError
+from drmas.core.advantages import AdvantageRule, advantages
+from drmas.core.estimators import resolve
+from drmas.errors import DataError
 
+NAMES = ("dr-mas", "grpo", "dr-mas-paper", "mean=agent,std=task", "mean=task,std=agent", "grpo-turns", "rloo", "dapo")
+PRESETS = {name: resolve(name).rule for name in NAMES}
 RLOO = {"L01": ("task", "episode"), "L03": ("agent", "turn")}
 
 
@@ -49,8 +51,7 @@ def test_recorded_rloo(golden, make_row, name):
     (vector,) = [vector for vector in golden["vectors"] if vector["id"] == name]
     mean, weighting = RLOO[name]
     assert vector["settings"]["group_by_agent_id"] == (mean == "agent")
-    rule = resolve("rloo", mean=mean, weighting=weighting)
-    values = advantages(recorded(make_row, vector), rule).values
+    values = resolve("rloo", mean=mean, weighting=weighting)(recorded(make_row, vector)).values
     assert values == pytest.approx(vector["expected"]["row_advantage"], **golden["tolerance"])
 
 
@@ -58,7 +59,7 @@ def test_presets_by_hand(team_rows):
     """The task's included rewards: solver 1, 1, 0, 0 and verifier 1, 0 over episodes 1, 0, 0."""
 
     def check(preset, expected):
-        assert advantages(team_rows, resolve(preset)).values == pytest.approx(expected, abs=2e-6), preset
+        assert resolve(preset)(team_rows).values == pytest.approx(expected, abs=2e-6), preset
 
     half, one, turn = math.sqrt(3) / 2, 1 / math.sqrt(2), 0.5 / math.sqrt(6 * 0.25 / 5)
     high, low = 2 / math.sqrt(3), -1 / math.sqrt(3)
@@ -124,8 +125,8 @@ def test_I3_a_segment_of_failed_rows_has_no_statistics(make_row):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_I6_constant_and_single_segments_are_exactly_zero(preset, make_row):
     rows = [make_row("t", str(i % 3), agent, 0.1) for i, agent in enumerate("aabab")]
-    assert advantages(rows, resolve(preset)).values == [0.0] * 5
-    lone = advantages([make_row(reward=0.7)], resolve(preset))
+    assert resolve(preset)(rows).values == [0.0] * 5
+    lone = resolve(preset)([make_row(reward=0.7)])
     assert lone.values == [0.7 if preset == "dr-mas-paper" else 0.0]
     assert all(segment.singleton for segment in lone.segments)
 
@@ -133,7 +134,7 @@ def test_I6_constant_and_single_segments_are_exactly_zero(preset, make_row):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_I7_a_penalty_in_an_equal_group_keeps_its_size(preset, make_row):
     rows = [make_row("t", str(i), reward=1.0, penalty=0.01 * (i == 4)) for i in range(5)]
-    values = advantages(rows, resolve(preset)).values
+    values = resolve(preset)(rows).values
     if preset == "dr-mas-paper":
         assert values[4] == pytest.approx(-1.7884465, abs=2e-5)
     else:
@@ -217,34 +218,3 @@ def test_an_included_row_needs_a_finite_reward_and_penalty(make_row, field, valu
     rows = [make_row(), replace(make_row(episode="7"), **{field: value})]
     with pytest.raises(DataError, match=rf"row 1 \(episode '7', agent 'a'\) has {field} {value} and status 'ok'"):
         advantages(rows, PRESETS["dr-mas"])
-
-
-def test_resolve_takes_a_preset_and_changes():
-    assert resolve("dr-mas", std="task") == PRESETS["mean=agent,std=task"]
-    assert resolve("grpo", mean=None, eps=None) == PRESETS["grpo"]
-    assert resolve(preset="grpo", weighting="turn") == PRESETS["grpo-turns"]
-    assert resolve("dr-mas", singleton="raw", penalty="inside") == PRESETS["dr-mas-paper"]
-    assert resolve("ppo", gamma=0.99, gae_lambda=0.95, mean="none") == GaeRule(gamma=0.99, lam=0.95, mean="none")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"preset": "dr.mas"},
-            r"advantage\.preset is 'dr\.mas'; the nearest is 'dr-mas'; expected one of dr-mas, dr-mas-paper, ",
-        ),
-        ({"preset": "ppo2"}, "expected one of dr-mas, dr-mas-paper, grpo, grpo-turns, mean=agent,std=task, "),
-        ({"preset": "ppo", "ddof": 0}, r"advantage\.ddof has no effect with preset 'ppo'"),
-        ({"preset": "ppo", "std": "task"}, r"advantage\.std is 'task'; with preset 'ppo' expected agent or none"),
-        ({"preset": "dr-mas", "gamma": 0.9}, r"advantage\.gamma is 0\.9; only preset 'ppo' discounts"),
-        ({"preset": "grpo", "weigthing": "turn"}, r"advantage\.weigthing is not a setting; the nearest is 'weighting'"),
-        ({"preset": "grpo", "mean": "global"}, r"advantage\.mean is 'global'; expected one of agent, task, none"),
-        ({"preset": "grpo", "ddof": 3}, r"advantage\.ddof is 3; expected one of 0, 1"),
-        ({"preset": "grpo", "eps": -1.0}, r"advantage\.eps is -1\.0; expected a finite number of at least 0"),
-        ({"preset": "rloo", "mean": "none"}, r"advantage\.mean is 'none' but the rule leaves one out"),
-    ],
-)
-def test_bad_rules_are_named(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        resolve(**arguments)

@@ -1,9 +1,14 @@
 import math
+import random
+from dataclasses import replace
 
 import pytest
 
-from drmas.core.advantages import PRESETS, advantages
-from drmas.core.diagnostics import agent_summary, inflation_factors
+from drmas.core.advantages import AdvantageRule, advantages
+from drmas.core.diagnostics import agent_summary, inflation_factors, pooled_factors
+
+DR_MAS = AdvantageRule()
+GRPO = AdvantageRule(mean="task", std="task", weighting="episode")
 
 
 def test_inflation_of_binary_rewards_as_recorded(golden, make_row):
@@ -35,7 +40,7 @@ def test_inflation_by_hand(make_row):
 
 
 def test_an_episode_of_agents_with_own_rewards_counts_with_the_mean_of_its_rows(make_row):
-    """A game of zero sum: every episode's mean is 0 and nothing is pooled. With a third row that breaks it, by hand."""
+    """A game of zero sum: every episode's mean is 0 and nothing is pooled. With a third episode that breaks it, by hand."""
     game = [
         make_row("t", "0", "a", 1.0),
         make_row("t", "0", "b", -1.0, turn=1),
@@ -43,10 +48,28 @@ def test_an_episode_of_agents_with_own_rewards_counts_with_the_mean_of_its_rows(
         make_row("t", "1", "b", 1.0, turn=1),
     ]
     assert inflation_factors(game) == {"a": None, "b": None}
-    rows = [*game, make_row("t", "1", "a", -1.0, turn=2)]
-    # episodes: 0 and -1/3, mean -1/6, variance 1/36. a: 1, -1, -1, mean -1/3, variance 8/9. b: -1, 1, mean 0, variance 1
-    assert inflation_factors(rows) == pytest.approx({"a": (8 / 9 + 1 / 36) * 36, "b": (1 + 1 / 36) * 36})
+    rows = [*game, make_row("t", "2", "a", -1.0), make_row("t", "2", "a", -1.0, turn=1), make_row("t", "2", "b", -1.0, turn=2)]
+    # episodes: 0, 0, -1: mean -1/3, variance 2/9. a: 0, 0, -1, -1: mean -1/2, variance 1/4. b: once in each
+    assert inflation_factors(rows) == pytest.approx({"a": (1 / 4 + 1 / 36) * 9 / 2, "b": 1.0})
+    assert pooled_factors(rows) == pytest.approx({("t", "a"): 1.25, ("t", "b"): 1.0})
     assert inflation_factors(rows[::-1]) == pytest.approx(inflation_factors(rows))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+def test_the_factor_is_the_mean_square_of_the_pooled_rules_advantages(make_row, scale):
+    """Agents with rewards of their own on different scales: what grpo compares, but for its ddof and eps, rows of tasks that
+    differ."""
+    draw = random.Random(3)
+    rows = [make_row("equal", str(i), "ab"[i % 2], 0.5) for i in range(4)]
+    for task in range(5):
+        for episode in range(4):
+            for turn, agent in enumerate("abab"[: draw.randint(2, 4)]):
+                reward = draw.random() if agent == "a" else scale * draw.random() - 3.0
+                rows.append(make_row(f"t{task}", str(episode), agent, reward, turn=turn))
+    found = advantages(rows, replace(GRPO, ddof=0, eps=0.0)).values
+    for agent, factor in inflation_factors(rows).items():
+        squares = [a * a for a, row in zip(found, rows, strict=True) if row.agent == agent and row.task != "equal"]
+        assert factor == pytest.approx(math.fsum(squares) / len(squares), rel=1e-12)
 
 
 def test_inflation_needs_spread_and_included_rows(make_row):
@@ -60,7 +83,7 @@ def test_I3_a_failed_episode_does_not_count_in_the_inflation(team_rows):
 
 
 def test_summary_by_agent(team_rows):
-    summary = agent_summary(team_rows, advantages(team_rows, PRESETS["dr-mas"]))
+    summary = agent_summary(team_rows, advantages(team_rows, DR_MAS))
     solver, verifier = summary["solver"], summary["verifier"]
     assert solver["rows"] == 5
     assert solver["calls_per_episode"] == 5 / 4
@@ -81,22 +104,22 @@ def test_a_pooled_baseline_leaves_a_push_on_the_agent_that_fails_more(make_row):
     rows += (
         [make_row("t", "0", "search", 1.0)] * 2 + [make_row("t", "2", "search", 0.0)] * 3 + [make_row("t", "3", "search", 0.0)]
     )
-    pooled = agent_summary(rows, advantages(rows, PRESETS["grpo"]))
+    pooled = agent_summary(rows, advantages(rows, GRPO))
     assert pooled["search"]["row_sum"] == pytest.approx(2 * 1.0954431 - 4 * 0.73029536, abs=1e-5)
-    own = agent_summary(rows, advantages(rows, PRESETS["dr-mas"]))
+    own = agent_summary(rows, advantages(rows, DR_MAS))
     assert own["search"]["row_sum"] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_shares_of_rows_without_spread(make_row):
     rows = [make_row("t", str(i), "a", 1.0) for i in range(3)] + [make_row("u", str(i), "a", float(i)) for i in range(2)]
-    assert agent_summary(rows, advantages(rows, PRESETS["dr-mas"]))["a"]["constant_share"] == 3 / 5
+    assert agent_summary(rows, advantages(rows, DR_MAS))["a"]["constant_share"] == 3 / 5
 
 
 def test_a_row_that_is_in_a_singleton_and_in_a_constant_segment_is_uncompared_once(make_row):
     """Mean over the agent, std over the task: b is alone in t, where all rewards are equal; a is alone in u."""
     rows = [make_row("t", "0", "a", 1.0), make_row("t", "1", "a", 1.0), make_row("t", "1", "b", 1.0)]
     rows += [make_row("u", "0", "a", 1.0), make_row("u", "1", "c", 0.0), make_row("u", "2", "c", 1.0)]
-    summary = agent_summary(rows, advantages(rows, PRESETS["mean=agent,std=task"]))
+    summary = agent_summary(rows, advantages(rows, AdvantageRule(std="task")))
     shares = {
         agent: [each[f"{name}_share"] for name in ("constant", "singleton", "uncompared")] for agent, each in summary.items()
     }
@@ -105,7 +128,7 @@ def test_a_row_that_is_in_a_singleton_and_in_a_constant_segment_is_uncompared_on
 
 def test_an_agent_whose_rows_all_failed_has_no_means(make_row):
     rows = [make_row("t", "0", "a", None, status="timeout")]
-    summary = agent_summary(rows, advantages(rows, PRESETS["dr-mas"]))["a"]
+    summary = agent_summary(rows, advantages(rows, DR_MAS))["a"]
     assert summary["rows"] == 0.0
     assert summary["row_sum"] == 0.0
     assert {name for name, value in summary.items() if value is None} == set(summary) - {"rows", "row_sum"}

@@ -3,7 +3,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from transformers import AutoTokenizer
@@ -11,11 +12,13 @@ from transformers import AutoTokenizer
 from drmas.agents.agent import AgentConfig
 from drmas.agents.team import TeamConfig, load_team
 from drmas.config.schema import RolloutConfig
+from drmas.core.estimators.base import Probe
 from drmas.core.seeds import sample_seed
 from drmas.errors import EngineDied, EngineError, GraderError, GraderTimeout, RolloutError
 from drmas.rollout.collector import Collector, Rollout
+from drmas.rollout.engine import Sampling
 from drmas.rollout.scripted import ScriptedEngine
-from drmas.types import Episode, Task
+from drmas.types import Episode, Task, rows_of
 
 TOY = {
     "name": "solver-verifier",
@@ -27,12 +30,13 @@ TASKS = [Task(f"sums/{i}", f"{i}+1", str(i + 1)) for i in range(8)]
 
 
 def arithmetic(prompt: str, key: str) -> str:
-    """Solves wrongly at first for odd samples, checks and corrects without fault."""
+    """Solves wrongly at first for odd samples and all probes', checks and corrects without fault."""
     if prompt.endswith("?"):
         question, _, answer = prompt[:-1].partition("=")
         return "yes" if answer == str(sum(map(int, question.split("+")))) else "no"
     total = sum(map(int, prompt.rstrip("!=").split("+")))
-    odd = int(key.partition("#")[2].partition("/")[0]) % 2
+    sample = key.partition("#")[2].partition("/")[0]
+    odd = not sample.isdecimal() or int(sample) % 2
     return str(total + (odd and not prompt.endswith("!=")))
 
 
@@ -61,10 +65,10 @@ class OneAgent(TeamConfig):
         return self.after(task, agents, turn) if self.after else turn.text
 
 
-def make(tokenizer, team=None, answer=arithmetic, reward=exact, *, engine=None, **config):
+def make(tokenizer, team=None, answer=arithmetic, reward=exact, *, engine=None, probes=(), **config):
     engine = engine or ScriptedEngine(tokenizer, answer, deterministic=config.get("deterministic", True))
     rollout = RolloutConfig(**{"group_size": 4, "episode_timeout_seconds": 60, **config})
-    made = Collector(team or load_team(TOY), {"main": engine}, {"main": tokenizer}, reward, rollout, seed=3)
+    made = Collector(team or load_team(TOY), {"main": engine}, {"main": tokenizer}, reward, rollout, seed=3, probes=probes)
     MADE.append(made)
     return made, engine
 
@@ -106,23 +110,27 @@ def test_I1_a_row_holds_the_ids_that_the_engine_read_and_sampled(plain_tokenizer
     assert texts == [("3+1=", "5<|im_end|>"), ("3+1=5?", "no<|im_end|>"), ("3+1!=", "4<|im_end|>")]
 
 
+class Watched(ScriptedEngine):
+    """Notes how each request is sampled, and with which seed."""
+
+    def __init__(self, tokenizer, answer=arithmetic) -> None:
+        super().__init__(tokenizer, answer)
+        self.sampled: dict[str, tuple[Sampling, int]] = {}
+
+    async def generate(self, prompt_ids, sampling, *, seed, key):
+        self.sampled[key] = (sampling, seed)
+        return await super().generate(prompt_ids, sampling, seed=seed, key=key)
+
+
 def test_I9_seeds_and_batches_are_the_same_in_every_run(plain_tokenizer) -> None:
-    class Watched(ScriptedEngine):
-        def __init__(self) -> None:
-            super().__init__(plain_tokenizer, arithmetic)
-            self.seeds: dict[str, int] = {}
-
-        async def generate(self, prompt_ids, sampling, *, seed, key):
-            self.seeds[key] = seed
-            return await super().generate(prompt_ids, sampling, seed=seed, key=key)
-
     runs = []
     for slots in (3, 3, 256):
-        engine = Watched()
+        engine = Watched(plain_tokenizer)
         episodes = one_collect(plain_tokenizer, engine=engine, max_concurrent_episodes=slots, step=5)
         for episode in episodes:
             episode.seconds = 0.0
-        runs.append((engine.seeds, episodes, engine.keys))
+        seeds = {key: seed for key, (_, seed) in engine.sampled.items()}
+        runs.append((seeds, episodes, engine.keys))
     assert runs[0] == runs[1]
     assert runs[0][:2] == runs[2][:2]
     assert max(map(len, runs[0][2])) == 3
@@ -150,6 +158,77 @@ class Part:
 
     async def close(self) -> None:
         self.closed += 1
+
+
+PROBES = (Probe("greedy", greedy=True), Probe("without solver", episodes=2, without="solver"))
+
+
+def test_probes_run_beside_each_group_with_samples_of_their_own(plain_tokenizer) -> None:
+    alone, watched = Watched(plain_tokenizer), Watched(plain_tokenizer)
+    expected = one_collect(plain_tokenizer, tasks=TASKS[:2], engine=alone, step=5)
+    episodes = one_collect(plain_tokenizer, tasks=TASKS[:2], engine=watched, step=5, probes=PROBES)
+    names = ["0", "1", "2", "3", "greedy/0", "without solver/1", "without solver/2"]
+    assert [episode.id for episode in episodes] == [f"sums/{i}#{name}" for i in range(2) for name in names]
+    assert [(episode.probe, episode.sample) for episode in episodes[4:7]] == [
+        ("greedy", -1),
+        ("without solver", -2),
+        ("without solver", -3),
+    ]
+    own = [episode for episode in episodes if episode.probe is None]
+    assert [episode.turns for episode in own] == [episode.turns for episode in expected]
+    assert {key: watched.sampled[key] for key in alone.sampled} == alone.sampled  # I9: their seeds are as without probes
+    assert rows_of(episodes) == rows_of(expected)
+    seeds = [seed for _, seed in watched.sampled.values()]
+    assert len(set(seeds)) == len(seeds)
+    assert watched.sampled["sums/1#greedy/0/000/solver"][1] == sample_seed(3, 5, "sums/1", -1, "solver", 0)
+
+
+def test_a_greedy_probe_samples_at_temperature_0_and_nobody_else(plain_tokenizer) -> None:
+    engine = Watched(plain_tokenizer)
+    (*_, greedy) = one_collect(plain_tokenizer, tasks=TASKS[:1], engine=engine, probes=PROBES[:1])
+    assert [turn.text for turn in greedy.turns] == ["2", "no", "1"]
+    assert greedy.reward == 1.0
+    cold = {key for key, (sampling, _) in engine.sampled.items() if sampling.temperature == 0.0}
+    assert cold == {f"sums/0#greedy/0/{turn.index:03d}/{turn.agent}" for turn in greedy.turns}
+    assert {sampling.temperature for key, (sampling, _) in engine.sampled.items() if key not in cold} == {1.0}
+    assert {sampling.max_tokens for sampling, _ in engine.sampled.values()} == {16}
+
+
+def test_a_greedy_probe_asks_remote_models_at_temperature_0_too(plain_tokenizer) -> None:
+    class Far(Part):
+        asked: ClassVar[dict[str, float]] = {}
+
+        async def ask(self, agent, messages, *, seed, key):
+            self.asked[key] = agent.temperature
+            return SimpleNamespace(text="1", finish_reason="stop")
+
+    team = OneAgent(solver=AgentConfig(policy="far", prompt="{question}=", temperature=0.7, max_tokens=16))
+    engines, options = {"main": ScriptedEngine(plain_tokenizer, ["1"])}, RolloutConfig(group_size=1)
+    more = {"remotes": {"far": Far()}, "probes": PROBES[:1]}
+    with Collector(team, engines, {"main": plain_tokenizer}, exact, options, seed=0, **more) as collector:
+        collector.collect(TASKS[:1], step=1)
+    assert Far.asked == {"sums/0#0/000/solver": 0.7, "sums/0#greedy/0/000/solver": 0.0}
+
+
+def test_a_silent_agent_makes_no_request_and_the_others_play_on(plain_tokenizer) -> None:
+    engine = Watched(plain_tokenizer)
+    episodes = one_collect(plain_tokenizer, tasks=TASKS[:1], engine=engine, probes=PROBES[1:])
+    for episode in episodes[4:]:
+        assert [(turn.agent, plain_tokenizer.decode(turn.prompt_ids)) for turn in episode.turns] == [("verifier", "0+1=?")]
+        assert (episode.answer, episode.reward, episode.failure) == ("", 0.0, None)
+    asked = {key.partition("/")[2] for key in engine.sampled if "without" in key}
+    assert asked == {f"0#without solver/{number}/000/verifier" for number in (0, 1)}
+
+
+def test_I3_a_probe_that_fails_costs_no_other_episode(plain_tokenizer) -> None:
+    def answer(prompt: str, key: str) -> str:
+        if "#greedy/" in key:
+            raise EngineError("refused by the test")
+        return arithmetic(prompt, key)
+
+    episodes = one_collect(plain_tokenizer, tasks=TASKS[:2], answer=answer, probes=PROBES)
+    assert {episode.probe for episode in episodes if episode.failure} == {"greedy"}
+    assert kinds(episodes).count("engine") == 2
 
 
 def test_what_was_opened_is_closed_where_a_start_fails_and_closing_may_be_repeated(plain_tokenizer) -> None:

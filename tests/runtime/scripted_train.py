@@ -12,7 +12,7 @@ import sys
 
 from transformers import AutoTokenizer
 
-import drmas.runtime.run
+import drmas.runtime.engines
 from drmas.cli.main import main
 from drmas.envs.sums import demonstrate
 from drmas.errors import DataError, EngineDied
@@ -54,7 +54,7 @@ def filled_disk_usage(path):
 
 
 shutil.disk_usage = filled_disk_usage
-drmas.runtime.run.VllmEngine = scripted_engine
+drmas.runtime.engines.VllmEngine = scripted_engine
 PolicyTrainer.update = troubled_update
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from drmas.agents.agent import AgentConfig
 from drmas.agents.team import TeamConfig, load_team, register_team
 from drmas.config.schema import PolicyConfig, RunConfig
-from drmas.core.advantages import resolve
+from drmas.core.estimators import Estimator, resolve
 from drmas.envs.rewards import make_reward
 from drmas.envs.source import TaskSource
 from drmas.errors import CheckpointError, EngineError, RolloutError
@@ -43,6 +43,19 @@ class WriterCritic(TeamConfig):
         if int(draft.text) % 2:
             await agents.critic(question=task.question, draft=draft.text)
         return draft.text
+
+
+@register_team("drafter-fixer")
+class DrafterFixer(TeamConfig):
+    """The fixer's word counts, and the drafter's where the fixer says nothing. Each speaks with a policy of its own."""
+
+    drafter: AgentConfig = AgentConfig(policy="main", prompt="{question}=", parser="text", max_tokens=8)
+    fixer: AgentConfig = AgentConfig(policy="other", prompt="{question}={draft}?", parser="text", max_tokens=8)
+
+    async def run(self, task, agents):
+        draft = await agents.drafter(question=task.question)
+        fixed = await agents.fixer(question=task.question, draft=draft.text)
+        return fixed.parsed or draft.parsed
 
 
 class CountingPolicy:
@@ -88,9 +101,21 @@ class KeptCheckpoints:
 class Loop:
     """A controller of one rank with everything it needs; `writer` and `critic` answer by (prompt, key)."""
 
-    def __init__(self, config: RunConfig, folder: Path, tokenizer, writer, critic, *, not_finite=(), fail=()) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        tokenizer,
+        writer,
+        critic,
+        *,
+        not_finite=(),
+        fail=(),
+        team: str = "writer-critic",
+        estimator: Estimator | None = None,
+    ) -> None:
         policies = {"main": config.policies["main"], "other": config.policies["main"].model_copy()}
-        team = {"name": "writer-critic"}
+        team, estimator = {"name": team}, estimator or resolve("dr-mas")
         self.config = config.model_copy(update={"policies": policies, "team": team, "warm_start": None})
         self.policies = {name: CountingPolicy(name, policy, not_finite) for name, policy in policies.items()}
         self.engines = {"main": ScriptedEngine(tokenizer, writer), "other": ScriptedEngine(tokenizer, critic)}
@@ -99,7 +124,9 @@ class Loop:
         console, tokenizers = Console(tty=False, stream=self.said), dict.fromkeys(policies, tokenizer)
         self.reward, self.metrics = make_reward(config.reward), MetricsLog(folder, tensorboard=False)
         loaded = load_team(team)
-        self.collector = Collector(loaded, self.engines, tokenizers, self.reward, config.rollout, seed=0)
+        self.collector = Collector(
+            loaded, self.engines, tokenizers, self.reward, config.rollout, seed=0, probes=estimator.probes
+        )
         driver = Driver(
             self.config,
             source=TaskSource(config.data, seed=0),
@@ -114,7 +141,7 @@ class Loop:
         nothing = relayed(None, None, device=None)
         self.controller = Controller(
             self.config,
-            rule=resolve("dr-mas"),
+            estimator=estimator,
             policies=self.policies,
             temperatures={name: agent.temperature for name, agent in loaded.agents.items()},
             syncs={name: WeightSync(engine, nothing, is_sender=True) for name, engine in self.engines.items()},
@@ -272,3 +299,54 @@ def test_what_ends_a_run_says_too_that_its_last_save_failed(loop) -> None:
     made = loop(refuses_later, odd, steps=3, fail={1})
     with pytest.raises(RolloutError, match=r"all 4 episodes of step 2 failed.*; and the last save failed"):
         made.controller.run(1)
+
+
+def right(prompt: str) -> str:
+    return str(sum(map(int, prompt.partition("=")[0].split("+"))))
+
+
+def by_case(*cases: str):
+    """Right where the request is of one of these episodes, which are named as after the task; else wrong."""
+    return lambda prompt, key: right(prompt) if any(f"#{case}/" in key for case in cases) else "0"
+
+
+def test_difference_rewards_are_what_the_team_earns_with_and_without_an_agent(loop, tmp_path: Path) -> None:
+    """The fixer alone is always right: the drafter's baseline is 1. The drafter alone is right every other time: 1/2."""
+    drafter, fixer = by_case("0", "without fixer/2"), by_case("0", "without drafter/0", "without drafter/1")
+    estimator = resolve("difference", counterfactuals=2, team=["drafter", "fixer"])
+    made = loop(drafter, fixer, steps=1, team="drafter-fixer", estimator=estimator)
+    made.controller.run(1)
+    for policy, advantages in (("main", [0.0, -1.0]), ("other", [0.5, -0.5])):
+        (batch,) = made.policies[policy].batches
+        assert [row.reward for row in batch.rows] == [1.0, 0.0] * 2
+        assert list(batch.advantages) == advantages * 2
+    keys = [key for engine in made.engines.values() for admitted in engine.keys for key in admitted]
+    asked = {(key.rpartition("/")[2], key.partition("#")[2].partition("/")[0]) for key in keys}
+    assert ("drafter", "without drafter") not in asked  # a silent agent asks nobody
+    assert ("fixer", "without fixer") not in asked
+    assert asked >= {("drafter", "without fixer"), ("fixer", "without drafter")}
+    (metrics,) = read_metrics(tmp_path)
+    assert (metrics["reward/mean"], metrics["rollout/drafter/rows"], metrics["rollout/fixer/idle_share"]) == (0.5, 4, 0.0)
+    assert (metrics["reward/probe/without_drafter"], metrics["reward/probe/without_fixer"]) == (1.0, 0.5)
+    assert (metrics["rollout/episodes"], metrics["rollout/probe_episodes"]) == (4, 8)
+
+
+def test_I3_a_probe_that_failed_takes_its_tasks_rows_out_of_the_loss_and_nothing_else(loop, config, tmp_path: Path) -> None:
+    first, second = [task.id for task in TaskSource(config.data, seed=0).take(2)]
+
+    def drafter(prompt: str, key: str) -> str:
+        if key.startswith(f"{first}#greedy/"):
+            raise EngineError("refused by the test")
+        return by_case("1")(prompt, key)
+
+    made = loop(drafter, by_case("1"), steps=1, team="drafter-fixer", estimator=resolve("remax"))
+    made.controller.run(1)
+    for policy in made.policies.values():
+        (batch,) = policy.batches
+        assert [(row.task, row.reward) for row in batch.rows] == [(second, 0.0), (second, 1.0)]
+        assert list(batch.advantages) == [0.0, 1.0]  # the second task's greedy episode was wrong
+    (metrics,) = read_metrics(tmp_path)
+    assert (metrics["reward/mean"], metrics["rollout/drafter/rows"], metrics["train/main/rows"]) == (0.5, 2, 2)
+    assert (metrics["rollout/probe_episodes"], metrics["rollout/probe_failed/engine"]) == (2, 1)
+    assert metrics["reward/probe/greedy"] == 0.0
+    assert "rollout/failed/engine" not in metrics

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from drmas.agents.team import load_team
-from drmas.core.advantages import advantages, resolve
+from drmas.core.advantages import Advantages
+from drmas.core.estimators import Probe, resolve
 from drmas.envs.rewards import make_reward
 from drmas.envs.source import TaskSource
 from drmas.errors import EngineDied, EngineError, EngineTimeout, SyncError
@@ -23,17 +24,18 @@ AT_0 = {"main": 0}
 
 
 class Teacher:
-    """Answers sums and checks; dies, or refuses, when a request's count is in the set."""
+    """Answers sums and checks; dies, or refuses, when a request's count is in the set, or what `refuses` says of its key."""
 
-    def __init__(self, dies_at=(), refuses_at=()):
+    def __init__(self, dies_at=(), refuses_at=(), refuses=lambda key: False):
         self.count, self.dies_at, self.refuses_at, self.asked = 0, set(dies_at), set(refuses_at), []
+        self.refuses = refuses
 
     def __call__(self, prompt: str, key: str) -> str:
         self.count += 1
         self.asked.append(key)
         if self.count in self.dies_at:
             raise EngineDied("killed by the test")
-        if self.count in self.refuses_at:
+        if self.count in self.refuses_at or self.refuses(key):
             raise EngineError("refused by the test")
         question, _, answer = prompt.rstrip("?").partition("=")
         total = str(sum(map(int, question.split("+"))))
@@ -44,11 +46,12 @@ class Teacher:
 def make(config, tmp_path, plain_tokenizer, capsys):
     opened = []
 
-    def build(teacher: Teacher, config=config) -> Driver:
+    def build(teacher: Teacher, config=config, probes=()) -> Driver:
         engine = ScriptedEngine(plain_tokenizer, teacher, deterministic=config.rollout.deterministic)
         engines, tokenizers = {"main": engine}, {"main": plain_tokenizer}
         reward, metrics = make_reward(config.reward), MetricsLog(tmp_path, tensorboard=False)
-        collector = Collector(load_team(config.team), engines, tokenizers, reward, config.rollout, seed=0)
+        team, rollout = load_team(config.team), config.rollout
+        collector = Collector(team, engines, tokenizers, reward, rollout, seed=0, probes=probes)
         opened.extend([collector, reward, metrics])
         return Driver(
             config,
@@ -72,7 +75,7 @@ def test_a_step_without_trouble(make, tmp_path) -> None:
     message = driver.collect(1, AT_0)
     assert (message["fatal"], message["restarted"]) == (None, [])
     assert [row["reward"] for row in message["rows"]] == [1.0] * 8  # four episodes, each solver then verifier
-    values = advantages([SimpleNamespace(**row) for row in message["rows"]], resolve("dr-mas"))
+    values = resolve("dr-mas")([SimpleNamespace(**row) for row in message["rows"]])
     record = StepRecord(policies={"main": PolicyReport(version=4)}, failed_saves=2)
     assert driver.finish(1, values, record, {}) == {"stop": False, "value": 1.0}
     (metrics,) = read_metrics(tmp_path)
@@ -87,7 +90,7 @@ def test_a_step_without_trouble(make, tmp_path) -> None:
 def test_a_dead_engine_is_started_anew_and_what_it_took_along_runs_again_with_the_same_seeds(make) -> None:
     teacher = Teacher(dies_at={6})
     driver, undisturbed = make(teacher), make(Teacher())
-    assert driver.collect(1, AT_0) == {"fatal": None, "restarted": ["main"], "rows": []}
+    assert driver.collect(1, AT_0) == {"fatal": None, "restarted": ["main"], "rows": [], "baselines": {}}
     assert driver.after_push("main", None) == {"fatal": None, "again": False}  # its weights are there
     message = driver.collect(1, AT_0)
     assert message == undisturbed.collect(1, AT_0)
@@ -190,3 +193,62 @@ def test_a_stalled_request_is_put_once_more(make) -> None:
     hopeless = make(lambda prompt, key: (_ for _ in ()).throw(EngineTimeout("no response in time")))
     assert hopeless.collect(1, AT_0)["fatal"].startswith("all 4 episodes of step 1 failed; the first with engine:")
     assert [episode.retried for episode in hopeless.episodes] == [1] * 4
+
+
+PROBES = (Probe("greedy", greedy=True), Probe("without solver", episodes=2, without="solver"))
+
+
+def of_probe(name: str, task: str = ""):
+    """Whether a request is of that probe, and of that task if named."""
+    return lambda key: f"#{name}/" in key and key.startswith(task)
+
+
+def test_what_probes_earned_reaches_all_ranks_and_nothing_else_of_them_does(make, tmp_path) -> None:
+    driver = make(Teacher(), probes=PROBES)
+    message = driver.collect(1, AT_0)
+    tasks = list(dict.fromkeys(row["task"] for row in message["rows"]))
+    # a silent solver gives no answer, which no reward grades as right
+    assert message["baselines"] == {task: {"greedy": [1.0], "without solver": [0.0, 0.0]} for task in tasks}
+    assert len(driver.episodes) == 2 * (2 + 3)
+    values = Advantages([0.0] * len(message["rows"]), [])
+    driver.finish(1, values, StepRecord(policies={"main": PolicyReport(version=1)}), {})
+    (with_probes,) = read_metrics(tmp_path)
+    written = read_episodes(tmp_path, 1)
+    assert [episode["probe"] for episode in written[:5]] == [None, None, "greedy", "without solver", "without solver"]
+    alone = make(Teacher())
+    assert message["rows"] == alone.collect(1, AT_0)["rows"]
+    alone.finish(1, values, StepRecord(policies={"main": PolicyReport(version=1)}), {})
+    without = read_metrics(tmp_path)[-1]
+    extra = {"reward/probe/greedy": 1.0, "reward/probe/without_solver": 0.0, "rollout/probe_episodes": 6}
+    same = [key for key in without if not key.endswith(("seconds", "per_second"))]
+    assert {key: with_probes[key] for key in same} == {key: without[key] for key in same}
+    assert {key: with_probes[key] for key in with_probes.keys() - without.keys()} == extra
+
+
+def test_I3_a_probe_that_failed_is_no_baseline_and_no_reason_to_end_the_run(make, tmp_path) -> None:
+    driver = make(Teacher(refuses=of_probe("greedy")), probes=PROBES)
+    message = driver.collect(1, AT_0)
+    tasks = {row["task"] for row in message["rows"]}
+    assert message["fatal"] is None
+    assert message["baselines"] == {task: {"without solver": [0.0, 0.0]} for task in tasks}
+    assert {row["status"] for row in message["rows"]} == {"ok"}
+    driver.finish(1, Advantages([None] * len(message["rows"]), []), StepRecord(), {})
+    (metrics,) = read_metrics(tmp_path)
+    assert (metrics["rollout/probe_episodes"], metrics["rollout/probe_failed/engine"]) == (6, 2)
+    assert metrics["reward/probe/greedy"] is None
+    assert "rollout/failed/engine" not in metrics
+
+
+def test_a_step_whose_probes_alone_finished_has_failed(make) -> None:
+    driver = make(Teacher(refuses=lambda key: "#greedy/" not in key), probes=PROBES[:1])
+    assert driver.collect(1, AT_0)["fatal"].startswith("all 4 episodes of step 1 failed; the first with engine:")
+
+
+def test_a_run_without_episode_files_writes_none(make, config, tmp_path) -> None:
+    quiet = config.model_copy(update={"telemetry": config.telemetry.model_copy(update={"episodes": False})})
+    driver = make(Teacher(), quiet)
+    rows = driver.collect(1, AT_0)["rows"]
+    driver.finish(1, Advantages([0.0] * len(rows), []), StepRecord(), {})
+    assert read_metrics(tmp_path)[0]["reward/mean"] == 1.0
+    assert make(Teacher(refuses_at=range(100)), quiet).collect(2, AT_0)["fatal"].startswith("all 4 episodes of step 2 failed")
+    assert not (tmp_path / "episodes").exists()

@@ -20,14 +20,22 @@ from drmas.types import Episode, Failure, Task, Turn
 class ManualCollector:
     """Keeps what was launched. `wait` finishes what `choose(rollouts in flight)` names, until the condition holds."""
 
-    def __init__(self, group_size: int, reward: Callable[[str, int], float], choose=lambda flying: flying[0]) -> None:
-        self.group_size, self.reward, self.choose = group_size, reward, choose
+    def __init__(
+        self,
+        group_size: int,
+        reward: Callable[[str, int], float],
+        choose=lambda flying: flying[0],
+        probes: tuple[str, ...] = (),
+    ) -> None:
+        self.group_size, self.reward, self.choose, self.probes = group_size, reward, choose, probes
         self.launched: list[Rollout] = []
         self.flying: list[Rollout] = []
         self.dead = False
 
     def rollout(self, tasks, *, step, on_progress=None) -> Rollout:
-        return Rollout([Episode(task, sample) for task in tasks for sample in range(self.group_size)], step, on_progress)
+        (task,) = tasks
+        own = [Episode(task, sample) for sample in range(self.group_size)]
+        return Rollout([*own, *(Episode(task, -1 - i, probe=name) for i, name in enumerate(self.probes))], step, on_progress)
 
     def submit(self, rollouts: list[Rollout]) -> None:
         self.launched += rollouts
@@ -256,6 +264,49 @@ def test_I9_a_state_carries_what_is_on_its_way_and_goes_on_with_it() -> None:
     assert launched[undone.task.id] == 1  # run again, with the seeds that it had
     assert not {ready.task.id, broken.task.id} & set(launched)
     assert not set(launched) & set(tasks(2))  # the first step's tasks were trained with before
+
+
+def with_probes(**options) -> ManualCollector:
+    """Two probes per task, which are rewarded with 5 and 4; the group's episodes alike."""
+    return ManualCollector(
+        2, lambda task, sample: 6.0 + sample if sample < 0 else 1.0, probes=("greedy", "without a"), **options
+    )
+
+
+def test_a_groups_probes_come_with_it_and_have_no_say_in_what_it_teaches(monkeypatch) -> None:
+    heard: list[list[float]] = []
+    monkeypatch.setattr(TaskSource, "report", lambda self, task, rewards: heard.append(list(rewards)))
+    feed, _ = make(with_probes())
+    taken = feed.take(1)
+    feed.accept(1, taken)
+    for group in taken:
+        assert [episode.id.partition("#")[2] for episode in group.rollout.episodes] == ["0", "1", "greedy/0", "without a/1"]
+        assert [episode.reward for episode in group.rollout.episodes] == [1.0, 1.0, 5.0, 4.0]
+        assert [episode.sample for episode in group.episodes] == [0, 1]
+        assert not group.teaches()
+    assert heard == [[1.0, 1.0]] * 2
+    feed, _ = make(with_probes(), dynamic={"enabled": True, "max_tries": 2})
+    feed.take(1)
+    assert feed.dropped == 2
+
+
+def test_I9_probes_that_are_done_are_kept_with_their_group_and_others_run_anew_with_theirs() -> None:
+    ahead = {"max_staleness": 2, "carry_over": True, "deterministic": False}
+    feed, _ = make(with_probes(), **ahead)
+    feed.accept(1, feed.take(1))
+    ready, undone = feed._groups[0], feed._groups[-1]
+    feed._collector.finish(ready.rollout)
+    ready.rollout.episodes[3].failure, ready.rollout.episodes[3].reward = Failure("engine", "died"), None
+    assert (ready.done, undone.done) == (True, False)
+    resumed, again = make(with_probes(), **ahead)
+    resumed.restore(json.loads(json.dumps(feed.state())))
+    taken = resumed.take(2)
+    assert ids(taken)[0] == ready.task.id
+    assert taken[0].rollout.episodes == ready.rollout.episodes
+    assert [episode.status for episode in taken[0].rollout.episodes] == ["ok", "ok", "ok", "engine"]
+    launched = {rollout.episodes[0].task.id: [episode.id for episode in rollout.episodes] for rollout in again.launched}
+    assert ready.task.id not in launched
+    assert launched[undone.task.id] == [episode.id for episode in undone.rollout.episodes]
 
 
 def test_put_back_groups_are_the_next_steps_first_and_run_anew() -> None:

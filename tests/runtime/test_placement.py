@@ -9,10 +9,10 @@ import pytest
 from drmas.agents.team import load_team
 from drmas.config.load import load
 from drmas.config.schema import RunConfig
-from drmas.core.advantages import resolve
+from drmas.core.estimators import resolve
 from drmas.errors import ConfigError, ModelError
 from drmas.runtime.models import TINY, resolve_model, write_tiny_qwen3
-from drmas.runtime.placement import check, describe, notes, parameters, policy_ranks
+from drmas.runtime.placement import check, describe, has_critic, notes, parameters, policy_ranks
 
 MAIN = "policies.main"
 
@@ -161,7 +161,7 @@ def test_the_summary_names_layout_stack_and_memory(two):
         (["--policies.main.reference", TINY, "--policies.main.loss.kl", "k3"], []),
         (
             ["--policies.main.critic.lr", "1e-4"],
-            ["policies.main.critic has no effect: only policies that are trained under advantage.preset ppo have one"],
+            ["policies.main.critic has no effect: only policies with an agent under advantage.preset ppo have one"],
         ),
         (
             ["--policies.main.trainable", "false", "--policies.other.trainable", "false"],
@@ -170,4 +170,33 @@ def test_the_summary_names_layout_stack_and_memory(two):
     ],
 )
 def test_settings_without_effect_are_noted(two, words, expected):
-    assert notes(two(*words), world=1) == expected
+    config = two(*words)
+    assert notes(config, load_team(config.team), world=1) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "critics"),
+    [
+        ([], []),
+        (["--advantage.preset", "ppo"], ["main", "other"]),
+        (["--advantage.preset", "ppo", "--policies.other.trainable", "false"], ["main"]),
+        (["--advantage.agents.verifier.preset", "ppo"], ["other"]),
+        (["--advantage.preset", "ppo", "--advantage.agents.verifier.preset", "rloo"], ["main"]),
+    ],
+)
+def test_a_policy_has_a_critic_where_one_of_its_agents_needs_it(two, words, critics):
+    config = two(*words)
+    team = load_team(config.team)
+    assert [name for name in config.policies if has_critic(config, team, name)] == critics
+
+
+def test_the_summary_counts_the_episodes_of_probes(two):
+    config = two("--rollout.tasks-per-step", "4", "--rollout.group-size", "3")
+    folders = {name: resolve_model(policy.model, seed=config.seed) for name, policy in config.policies.items()}
+    team = load_team(config.team)
+    for preset, expected in (
+        ("rloo", "4 tasks x 3 episodes = 12 "),
+        ("difference", "4 tasks x (3 + 2 for baselines) episodes = 20 "),
+    ):
+        lines = describe(config, team, resolve(preset, team=list(team.agents)), world=1, folders=folders)
+        assert lines["step"].startswith(expected)

@@ -3,7 +3,8 @@ import math
 
 import pytest
 
-from drmas.core.advantages import advantages, resolve
+from drmas.core.estimators import resolve
+from drmas.core.moments import AgentMoments
 from drmas.policy.batch import UpdateResult
 from drmas.policy.gaps import Gap
 from drmas.runtime.record import PolicyReport, StepRecord
@@ -29,7 +30,7 @@ def episode(sample: int, reward: float | None, *agents: str | Turn, uses: tuple[
 
 
 def metrics_of(record: StepRecord, *episodes: Episode, agents=("solver", "verifier"), **more):
-    values = advantages(rows_of(list(episodes)), resolve("dr-mas"))
+    values = resolve("dr-mas")(rows_of(list(episodes)))
     return record.metrics(list(episodes), values, agents=agents, **more)
 
 
@@ -86,6 +87,16 @@ def test_an_agents_gradient_norm_is_the_largest_of_the_updates_that_measured_it(
     metrics = metrics_of(StepRecord(policies={"main": report}), episode(0, 1.0, "solver", "verifier"))
     assert metrics["train/main/solver/grad_norm"] == 2.0
     assert "train/main/verifier/grad_norm" not in metrics
+
+
+def test_moments_of_gradients_stand_in_steps_that_measured_them() -> None:
+    record = StepRecord(moments={"solver": AgentMoments(2, 3.0, 1.5, 1.25, 1.0, None, 0.25)})
+    record.add_seconds("moments", 0.5)
+    metrics = metrics_of(record, episode(0, 1.0, "solver", "verifier"))
+    expected = {"rows": 2, "score": 3.0, "pooled": 1.5, "predicted": 1.25, "per_agent": 1.0, "own": None, "covariance": 0.25}
+    found = {key: value for key, value in metrics.items() if "moments" in key}
+    assert found == {f"moments/solver/{name}": value for name, value in expected.items()} | {"time/moments_seconds": 0.5}
+    assert not any("moments" in key for key in metrics_of(StepRecord(), episode(0, 1.0, "solver")))
 
 
 def test_the_teams_saved_tokens_and_memory_are_those_of_all_policies() -> None:

@@ -19,6 +19,7 @@ class FakeSegment:
 class FakeAdvantages:
     values: list[float | None]
     segments: list[FakeSegment] = field(default_factory=list)
+    anchors: list[FakeSegment] = field(default_factory=list)
 
 
 class Letters:

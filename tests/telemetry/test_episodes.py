@@ -6,7 +6,7 @@ import pytest
 
 from drmas.errors import DataError
 from drmas.telemetry.episodes import read_episodes, steps_with_episodes, write_episodes
-from drmas.types import ToolUse
+from drmas.types import Episode, ToolUse
 
 
 def test_an_episode_reads_back_with_its_turns_ids_advantages_and_segments(tmp_path, episodes, tokenizers, advantages):
@@ -17,6 +17,7 @@ def test_an_episode_reads_back_with_its_turns_ids_advantages_and_segments(tmp_pa
         "task": "sums/1",
         "sample": 0,
         "episode": "sums/1#0",
+        "probe": None,
         "question": "What is 1 + 1?",
         "truth": "2",
         "answer": "2",
@@ -47,6 +48,18 @@ def test_an_episode_reads_back_with_its_turns_ids_advantages_and_segments(tmp_pa
         "reward": 1.0,
         "status": "ok",
     }
+
+
+def test_an_episode_of_a_probe_is_written_with_its_name_and_without_rows(tmp_path, episodes, tokenizers, advantages):
+    probe = Episode(episodes[0].task, -1, list(episodes[0].turns), "2", 1.0, probe="greedy")
+    write_episodes(tmp_path, 1, [episodes[0], probe, *episodes[1:]], tokenizers, advantages)
+    first, written, *rest = read_episodes(tmp_path, 1)
+    assert (written["episode"], written["probe"], written["reward"]) == ("sums/1#greedy/0", "greedy", 1.0)
+    assert [turn["text"] for turn in written["turns"]] == ["2", "yes"]
+    assert {(turn["advantage"], turn["reward"], turn["status"]) for turn in written["turns"]} == {(None, None, None)}
+    alone = tmp_path / "alone"
+    write_episodes(alone, 1, episodes, tokenizers, advantages)
+    assert [first, *rest] == read_episodes(alone, 1)  # nobody else's rows have moved
 
 
 def test_a_turn_has_its_rows_own_reward_and_status_and_an_episode_its_tool_calls(tmp_path, episodes, tokenizers, advantages):
@@ -103,7 +116,7 @@ def test_an_unknown_step_lists_the_known_ones(tmp_path, episodes, tokenizers, ad
         write_episodes(tmp_path, step, episodes, tokenizers, advantages)
     with pytest.raises(DataError, match="the steps with episodes are: 2, 10"):
         read_episodes(tmp_path, 3)
-    with pytest.raises(DataError, match="are: none"):
+    with pytest.raises(DataError, match=r"are: none \(with telemetry.episodes = false"):
         read_episodes(tmp_path / "elsewhere", 3)
 
 
@@ -116,3 +129,12 @@ def test_a_damaged_line_is_named(tmp_path, episodes, tokenizers, advantages):
     path.write_text("3\n")
     with pytest.raises(DataError, match=r"step_1\.jsonl:1: holds a int; expected an episode"):
         read_episodes(tmp_path, 1)
+
+
+def test_a_turns_state_is_named_where_an_estimator_compares_equal_states(tmp_path, episodes, tokenizers, advantages):
+    state = type(advantages.segments[0])(scope="anchor", key=("sums/1", "verifier", "state 0"), rows=[1])
+    advantages.anchors.append(state)
+    write_episodes(tmp_path, 1, episodes, tokenizers, advantages)
+    first = read_episodes(tmp_path, 1)[0]["turns"]
+    assert "anchor" not in first[0]["segments"]
+    assert first[1]["segments"]["anchor"] == ["sums/1", "verifier", "state 0"]

@@ -1,11 +1,23 @@
 """Charts: values land where the axis says, gaps are gaps, and text is escaped."""
 
+import math
 import re
 from xml.etree import ElementTree
 
 import pytest
 
-from drmas.telemetry.plot import Series, band, line_chart, number, stacked_chart, ticks
+from drmas.telemetry.plot import (
+    Points,
+    Series,
+    Span,
+    band,
+    interval_chart,
+    line_chart,
+    number,
+    scatter_chart,
+    stacked_chart,
+    ticks,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -126,3 +138,77 @@ def test_numbers_for_people():
         "-2.50e+09",
         "12",
     ]
+
+
+def centres(path: ElementTree.Element) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in re.findall(r"M([-\d.]+) ([-\d.]+)", path.get("d"))]
+
+
+def test_colours_and_what_the_axis_holds_can_be_given():
+    series = [Series("a", [1, 2], [0.1, 0.2], colour=5), Series("b", [1, 2], [0.2, 0.3])]
+    svg = line_chart(series, title="t", y_label="y", cover=[0.9, None])
+    assert [item.get("class") for item in elements(svg, "polyline", "line")] == ["line s5", "line s1"]
+    assert [item.get("class") for item in elements(svg, "rect", "bar")] == ["bar s5", "bar s1"]
+    assert max(axis(svg, "y")) == 1.0
+    dots = elements(svg, "circle", "dot")
+    assert [read_off(axis(svg, "y"), float(dot.get("cy"))) for dot in dots] == pytest.approx([0.1, 0.2, 0.2, 0.3], abs=5e-3)
+
+
+def logarithmic(ticks_: dict[float, float]) -> dict[float, float]:
+    return {math.log10(value): place for value, place in ticks_.items()}
+
+
+def test_scattered_points_lie_where_the_logarithmic_axes_say():
+    x, y = [0.6, 1.0, 4.0, 2.0, None, 3.0], [0.5, 3.0, 8.0, 0.0, 1.0, None]
+    svg = scatter_chart([Points("pooled", x, y)], title="t", x_label="x", y_label="y", reference=1.0)
+    found = centres(elements(svg, "path", "points")[0])
+    xs, ys = logarithmic(axis(svg, "x")), logarithmic(axis(svg, "y"))
+    assert [10 ** read_off(xs, place) for place, _ in found] == pytest.approx([0.6, 1.0, 4.0], rel=0.01)
+    assert [10 ** read_off(ys, place) for _, place in found] == pytest.approx([0.5, 3.0, 8.0], rel=0.01)
+    diagonal, level = (re.findall(r"([-\d.]+) ([-\d.]+)", line.get("d")) for line in elements(svg, "path", "reference"))
+    for left, top in diagonal:
+        assert read_off(xs, float(left)) == pytest.approx(read_off(ys, float(top)), abs=5e-3)
+    assert [10 ** read_off(ys, float(top)) for _, top in level] == pytest.approx([1.0, 1.0], rel=0.01)
+
+
+def test_crosses_and_large_dots_have_the_same_centres_as_points():
+    x, y = [1.0, 2.0], [2.0, 3.0]
+    clouds = [Points("a", x, y), Points("", x, y, colour=0, cross=True), Points("mean", x, y, colour=3, large=True)]
+    svg = scatter_chart(clouds, title="t", x_label="x", y_label="y")
+    dots = [(float(dot.get("cx")), float(dot.get("cy"))) for dot in elements(svg, "circle", "large")]
+    assert centres(elements(svg, "path", "points")[0]) == dots
+    crosses = [(left + 2.5, top + 2.5) for left, top in centres(elements(svg, "path", "crosses")[0])]
+    assert crosses == [(pytest.approx(left, abs=0.11), pytest.approx(top, abs=0.11)) for left, top in dots]
+    assert [item.text for item in elements(svg, "text", "legend")] == ["a", "mean"]
+    assert [dot.find(f"{SVG}title").text for dot in elements(svg, "circle", "large")] == ["mean: 1, 2", "mean: 2, 3"]
+
+
+@pytest.mark.parametrize("y", [[], [0.0], [1.0], [0.99], [1e-3, 1e3]])
+def test_any_points_give_a_scatter_chart(y):
+    svg = scatter_chart([Points("a", [1.0] * len(y), y)], title="t", x_label="x", y_label="y")
+    assert ("no values" in svg) == (not any(y))
+    assert "nan" not in svg
+    assert len(axis(svg, "y")) >= 2
+
+
+def test_intervals_lie_where_the_axis_says_in_the_order_of_their_rows():
+    spans = [Span("rloo", 0.05, -0.1, 0.2), Span("a long name of a method", -0.3, None, None), Span("dr-mas", 0.4, 0.3, 0.5)]
+    svg = interval_chart(spans, title="t", x_label="difference", reference=0.0)
+    scale = axis(svg, "x")
+    dots = elements(svg, "circle", "dot")
+    assert [read_off(scale, float(dot.get("cx"))) for dot in dots] == pytest.approx([0.05, -0.3, 0.4], abs=5e-3)
+    heights = [float(dot.get("cy")) for dot in dots]
+    assert heights == sorted(heights)
+    whiskers = [re.match(r"M([-\d.]+) [-\d.]+H([-\d.]+)", line.get("d")).groups() for line in elements(svg, "path", "line")]
+    ends = [read_off(scale, float(end)) for pair in whiskers for end in pair]
+    assert ends == pytest.approx([-0.1, 0.2, 0.3, 0.5], abs=5e-3)
+    assert read_off(scale, float(elements(svg, "line", "reference")[0].get("x1"))) == pytest.approx(0.0, abs=5e-3)
+    names = [item.text for item in elements(svg, "text", "tick") if item.get("text-anchor") == "end"]
+    assert names == [span.name for span in spans]
+    assert dots[0].find(f"{SVG}title").text == "rloo: 0.05 [-0.1, 0.2]"
+
+
+def test_no_intervals_are_a_chart_without_values():
+    assert "no values" in interval_chart([], title="t", x_label="x", reference=0.0)
+    svg = interval_chart([Span("a", 0.0, 0.0, 0.0)], title="t", x_label="x", reference=0.0)
+    assert len(elements(svg, "circle", "dot")) == 1

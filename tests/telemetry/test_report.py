@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -12,6 +13,7 @@ from drmas.telemetry.environment import environment, write_environment
 from drmas.telemetry.episodes import path_of, write_episodes
 from drmas.telemetry.report import charts, write_report
 from drmas.telemetry.sinks import read_metrics
+from drmas.types import Episode
 
 
 class Page(HTMLParser):
@@ -85,6 +87,18 @@ def test_a_step_without_a_value_is_a_gap(make_run):
     assert re.findall(r'<polyline class="line s\d" points="([^"]*)"', inflation).__len__() == 2
     assert "solver, 1: 1.5" in inflation
     assert "solver, 2:" not in inflation
+
+
+def test_moments_are_joined_over_the_steps_that_measured_them(make_run):
+    steps = read_metrics(make_run(4))
+    for metrics, pooled in zip(steps[1::2], (1.75, 2.5), strict=True):
+        metrics |= {"moments/solver/score": 3.0, "moments/solver/pooled": pooled, "moments/solver/own": None}
+    (drawn,) = [chart for chart in charts(steps) if "Second moment" in chart]
+    assert "solver" in drawn
+    assert "pooled, 2: 1.75" in drawn
+    assert "pooled, 4: 2.5" in drawn
+    assert drawn.count("<polyline") == 1
+    assert "as trained" not in drawn
 
 
 def test_the_table_has_a_row_per_step_with_failures(make_run):
@@ -161,6 +175,18 @@ def test_transcripts_show_turns_advantages_segments_and_failures(make_run):
         "exit code 9",
     ):
         assert part in text
+
+
+def test_a_run_without_episode_files_says_so_and_a_probe_is_no_transcript(make_run, episodes, tokenizers, advantages):
+    run_dir = make_run(1, config='{"telemetry": {"episodes": false}}')
+    shutil.rmtree(run_dir / "episodes")
+    assert "The run kept no episodes: telemetry.episodes is false." in page_of(run_dir).text
+    probe = Episode(episodes[0].task, -1, [], "7", 9.0, probe="greedy")  # the best of all
+    write_episodes(run_dir, 1, [probe, *episodes], tokenizers, advantages)
+    (run_dir / "config.json").write_text('{"telemetry": {"transcripts": 1}}')
+    text = page_of(run_dir).text
+    assert "sums/1#2" in text
+    assert "greedy" not in text
 
 
 def test_what_a_model_wrote_is_data(make_run, episodes, tokenizers, advantages):

@@ -1,4 +1,4 @@
-r"""Passages that can be searched: the packaged facts, or a JSONL file.
+r"""Passages that can be searched: packaged ones, or those of a JSONL file.
 
     passages = read_corpus("wiki-18.jsonl")
     passages[0].contents
@@ -41,8 +41,12 @@ class Passage:
         return f'"{" ".join(self.title.split())}"\n{self.contents}' if self.title else self.contents
 
 
+PACKAGED = ("facts", "lookups")
+"""Corpora that are read without a file."""
+
+
 def read_corpus(spec: str) -> Sequence[Passage]:
-    """The passages of `spec`, `facts` or the path of a JSONL file, in their order.
+    """The passages of `spec`, `facts`, `lookups` or the path of a JSONL file, in their order.
 
     A file is checked whole; its passages stay on the disk and are read when they are asked for, so that a corpus may be larger
     than memory. DataError: no such file, no passages in it, or a line that isn't one, named as file:line.
@@ -51,13 +55,17 @@ def read_corpus(spec: str) -> Sequence[Passage]:
         from drmas.envs.facts.passages import passages
 
         return passages()
+    if spec == "lookups":
+        from drmas.envs.lookups import passages
+
+        return passages()
     return JsonlCorpus(Path(spec))
 
 
 def check_corpus(spec: str) -> None:
     """DataError unless there is such a corpus; its lines aren't looked at."""
-    if spec != "facts" and not Path(spec).is_file():
-        raise DataError(f"corpus {spec}: no such file; expected a JSONL file of passages, or facts")
+    if spec not in PACKAGED and not Path(spec).is_file():
+        raise DataError(f"corpus {spec}: no such file; expected a JSONL file of passages, or {' or '.join(PACKAGED)}")
 
 
 def fingerprint(passages: Sequence[Passage]) -> str:

@@ -28,7 +28,7 @@ from drmas.core.endpoints import key_of
 from drmas.envs.search.batcher import Batcher, Busy
 from drmas.envs.search.cache import LruCache
 from drmas.envs.search.client import RetrieverClient
-from drmas.envs.search.corpus import Passage, check_corpus, read_corpus
+from drmas.envs.search.corpus import PACKAGED, Passage, check_corpus, read_corpus
 from drmas.envs.search.encoder import encoder_folder
 from drmas.envs.search.index import Hit, Index, open_index
 from drmas.errors import ConfigError, ToolError
@@ -177,7 +177,7 @@ def _cache() -> Path:
 def _shared_index(config: SearchTool) -> Index:
     """The index that `config` asks for, built once in this process as long as the corpus file doesn't change."""
     key: tuple[Any, ...] = (config.corpus, config.index, config.encoder if config.index == "dense" else None)
-    if config.corpus != "facts" and (file := Path(config.corpus)).is_file():
+    if config.corpus not in PACKAGED and (file := Path(config.corpus)).is_file():
         status = file.stat()
         key = (*key, str(file.resolve()), status.st_mtime_ns, status.st_size)
     with _building:

@@ -1,0 +1,56 @@
+"""`drmas reproduce`: train tiny teams with each method from several seeds, and write one report. Resumes by itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from drmas.errors import ConfigError
+from drmas.reproduce.folder import ReproduceFolder
+from drmas.reproduce.page import write_page
+from drmas.reproduce.plan import START, scale, trials
+from drmas.reproduce.runner import CRASHED, run_units, select, units_of
+
+
+def run_reproduction(
+    output: Path,
+    *,
+    quick: bool = False,
+    jobs: int | None = None,
+    only: list[str] | None = None,
+    retry_crashed: bool = False,
+    overwrite: bool = False,
+) -> int:
+    """Run what isn't done yet in the folder `output`, then write the report. Exit status: 1 if trials crashed.
+
+    `jobs` at a time: as many as this process may use cores, if unset. ConfigError: see `ReproduceFolder.open` and `select`.
+    """
+    planned = trials(quick=quick)
+    compared = sum(trial.method != START for trial in planned)
+    folder = ReproduceFolder(output, quick=quick, scale={"trials": compared, **asdict(scale(quick=quick))})
+    units = select(units_of(planned, folder.path, quick=quick), only or [])
+    cores = len(os.sched_getaffinity(0))
+    lock = folder.open(overwrite=overwrite)
+    try:
+        say = partial(print, flush=True)
+        statuses = run_units(units, jobs=jobs or cores, lock=lock, retry_crashed=retry_crashed, say=say)
+        print(f"report  {write_page(folder.path)}", flush=True)
+    except KeyboardInterrupt:
+        print("drmas: stopped; the same command goes on", file=sys.stderr)
+        raise
+    finally:
+        folder.close()
+    crashed = [key for key, status in statuses.items() if status == CRASHED]
+    for key in crashed:
+        print(f"drmas: {key} crashed", file=sys.stderr)
+    return 1 if crashed else 0
+
+
+def report_reproduction(output: Path) -> None:
+    """Write the report of what is in the folder `output` and print its path. DataError: nothing is there."""
+    if not output.is_dir():
+        raise ConfigError(f"{output}: no such folder; expected that of a reproduction (--output)")
+    print(f"report  {write_page(output)}")

@@ -1,0 +1,125 @@
+"""The bandit's numbers as tables and one chart: the theory checked, regimes in which a pooled baseline inflates, learning.
+
+Reads what `drmas.reproduce.bandit.run_bandit` returns, as it stands in bandit.json. Called by `drmas.reproduce.page`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from drmas.reproduce.words import shown
+from drmas.telemetry.eval_report import Table
+from drmas.telemetry.plot import Points, scatter_chart
+
+SIZE = "8"
+"""Episodes per group of the regimes' table, as in the trials."""
+COLOURS = {"dr-mas": 0, "grpo": 1, "grpo-turns": 2}
+
+
+def tables(bandit: Mapping[str, Any]) -> list[Table]:
+    """The check, the factor's growth, the regimes with a row per team and agent; then learning, one table per team."""
+    parts = (("check", _check), ("growth", _growth), ("regimes", _regimes))
+    return [make(bandit[name]) for name, make in parts if bandit.get(name)] + [
+        _learning(one) for one in bandit.get("training", [])
+    ]
+
+
+def descriptions(bandit: Mapping[str, Any]) -> dict[str, str]:
+    """Team -> what it is, of the regimes and of those that learn."""
+    return {one["name"]: one["words"] for part in ("regimes", "training") for one in bandit.get(part, [])}
+
+
+def chart(bandit: Mapping[str, Any]) -> str:
+    """Second moments that were sampled over the exact ones, of every regime, agent and size that has both."""
+    clouds = []
+    for rule, colour in COLOURS.items():
+        cells = [
+            cell
+            for regime in bandit.get("regimes", [])
+            for agent in regime["agents"]
+            for cell in agent["rules"].get(rule, {}).get("sizes", {}).values()
+            if cell.get("exact") and cell.get("sampled") is not None
+        ]
+        if cells:
+            x, y = [cell["exact"]["second"] for cell in cells], [cell["sampled"] for cell in cells]
+            clouds.append(Points(rule, x, y, colour, large=True))
+    if not clouds:
+        return ""
+    return scatter_chart(clouds, title="Second moment in groups of N", x_label="exact", y_label="sampled", reference=1.0)
+
+
+def _check(found: Mapping[str, Any]) -> Table:
+    rows = [
+        ["largest relative error of Lemma 4.2", f"{found['lemma']:.1e}"],
+        ["Proposition 4.3 holds everywhere", "yes" if found["proposition"] else "no"],
+        ["sampled second moments with an exact one beside them", f"{found['cells']:,}"],
+        ["of them within 2 standard errors", f"{found['within_2']:.1%}"],
+        ["of them within 4 standard errors", f"{found['within_4']:.1%}"],
+    ]
+    for size, one in found["bound"].items():
+        rows.append([f"largest A² under grpo in groups of {size}, and its bound", f"{one['largest']:.3f}, {one['bound']:.3f}"])
+    return Table("The theory, checked on these teams", ["what", "number"], rows)
+
+
+def _growth(found: Sequence[Mapping[str, Any]]) -> Table:
+    sizes = list(found[0]["finite"])
+    rows = []
+    for one in found:
+        values = [one[key] for key in ("own", "distance", "spread", "second")]
+        values += [*(one["finite"][size] for size in sizes), one["own_second"]]
+        rows.append([f"{one['success']:g}", *map(_number, values)])
+    headers = ["team's success", "the agent's own", "(μₖ - μ)² / σ²", "σₖ² / σ²", "pooled", *(f"N = {size}" for size in sizes)]
+    return Table(
+        "Second moment of an agent that is called after failures, pooled over all episodes and in groups of N",
+        [*headers, "per agent"],
+        rows,
+    )
+
+
+def _regimes(regimes: Sequence[Mapping[str, Any]]) -> Table:
+    rules = [rule for rule in COLOURS if any(rule in agent["rules"] for one in regimes for agent in one["agents"])]
+    rows = []
+    for one in regimes:
+        for agent in one["agents"]:
+            row = [f"{one['name']}: {agent['agent']}", *(f"{agent[key]:.2f}" for key in ("calls", "own_mean", "mean"))]
+            row.append(_number(agent["inflation"]))
+            for rule in rules:
+                cell = agent["rules"].get(rule, {}).get("sizes", {}).get(SIZE, {})
+                row.append(_number((cell.get("exact") or {}).get("second")))
+                sampled = cell.get("sampled")
+                row.append("-" if sampled is None else f"{sampled:.3f} ± {cell['stderr']:.3f}")
+            rows.append(row)
+    headers = ["team: agent", "calls", "own mean", "mean of all", "factor"]
+    for rule in rules:
+        headers += [f"{rule}, exact", "sampled"]
+    return Table(
+        f"Second moments, relative to that of the scores, in groups of {SIZE} (sampled: ± its standard error)", headers, rows
+    )
+
+
+def _learning(one: Mapping[str, Any]) -> Table:
+    """The final result less grpo's, rates tuned for each rule apart, under each optimiser and clipping."""
+    variants = one["variants"]
+    rules = list(dict.fromkeys(rule for variant in variants for rule in variant["rules"]))
+    headers, rows = ["rule"], []
+    for variant in variants:
+        clip = "" if variant["clip"] is None else f", clipped at {variant['clip']:g}"
+        headers += [f"{variant['optimiser']}{clip}: final", "less grpo, shared rate", "less grpo, own rate", "spikes"]
+    for rule in rules:
+        row = [rule]
+        for variant in variants:
+            cell = variant["rules"].get(rule)
+            if cell is None:
+                row += ["-"] * 4
+                continue
+            shares = [spike["share"] for spike in cell["spikes"].values() if spike["share"] is not None]
+            row.append(shown(cell["own"]["final"]))
+            row += ["-", "-"] if rule == "grpo" else [shown(cell[key]["difference"], "+.3f") for key in ("shared", "own")]
+            row.append(f"{max(shares):.3f}" if shares else "-")
+        rows.append(row)
+    return Table(f"Learning: {one['name']}", headers, rows)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
