@@ -15,6 +15,10 @@ import triton.experimental.gluon
 
 os.environ.pop("TRITON_INTERPRET", None)
 
+import json
+from hashlib import sha1
+from pathlib import Path
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -47,3 +51,32 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def plain_tokenizer() -> PreTrainedTokenizerFast:
     """The same bytes without a chat template: prompts are what the team writes."""
     return _byte_tokenizer(None)
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """hub_cache("models--a--b", commit, files, listed=names): a copy in a cache of the hub's own layout, to which refs/main
+    points; its folder. `listed` are the names that the repository has, where the cache knows them. The hub is offline.
+    """
+    root = tmp_path / "hub_cache"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(root))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    def made(repository: str, commit: str, files: dict[str, str | bytes], *, listed: list[str] | None = None) -> Path:
+        place = root / repository
+        copy = place / "snapshots" / commit
+        for folder in (copy, place / "refs", place / "blobs", place / "trees"):
+            folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            content = content.encode() if isinstance(content, str) else content
+            blob = place / "blobs" / sha1(content).hexdigest()
+            blob.write_bytes(content)
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).symlink_to(blob)
+        (place / "refs" / "main").write_text(commit)
+        if listed is not None:
+            entries = {name: {"size": 1, "blob_id": "0" * 40} for name in listed}
+            (place / "trees" / f"{commit}.json").write_text(json.dumps({"format_version": 1, "files": entries}))
+        return copy
+
+    return made

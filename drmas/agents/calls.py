@@ -29,6 +29,9 @@ from drmas.core.names import expected_names
 from drmas.errors import EngineError, PromptTooLong, TeamError, ToolError
 from drmas.types import Episode, Turn
 
+SILENT_CALLS = 1000
+"""Calls of a silent agent in one episode: a team that asks until it likes the answer would ask for ever."""
+
 
 class ToolResult(Protocol):
     """What a tool answered; `ok` is False where it answered with an error of its own."""
@@ -76,6 +79,7 @@ class Calls:
         self._episode = episode
         self._seed_of = seed_of
         self._silent = silent
+        self._silences = 0
         self._started = 0
         self._open: set[asyncio.Task[Any] | None] = set()
         self._closed = False
@@ -154,8 +158,14 @@ class Calls:
         return turn
 
     async def _silence(self, name: str, config: AgentConfig) -> Turn:
-        """What a call of the silent agent returns; a team that would call it for ever meets its deadline here."""
-        await asyncio.sleep(0)
+        """What a call of the silent agent returns. TeamError: the team has called it too often."""
+        await asyncio.sleep(0)  # others go on, and a team that catches the error meets its deadline here
+        self._silences += 1
+        if self._silences > SILENT_CALLS:
+            raise TeamError(
+                f"agent {name}, which is silent in this episode, was called more than {SILENT_CALLS} times; bound the loop "
+                "that waits for its answer, or choose an advantage.preset that runs no episodes without it"
+            )
         turn = Turn(name, config.policy, self._started, [], [], [], [], finish_reason="stop", text="", trained=False)
         _read(turn, config)
         return turn

@@ -124,7 +124,7 @@ def resolve(
     for name in names:
         if name not in found:
             spec = config.policies[name].model
-            found[name] = Model(resolve_model(spec, seed=config.seed).absolute(), spec)
+            found[name] = Model(resolve_model(spec, seed=config.seed, key=f"policies.{name}.model").absolute(), spec)
     return {name: found[name] for name in names}
 
 

@@ -22,10 +22,12 @@ from drmas.config.load import load_advantage
 from drmas.config.schema import AdvantageConfig
 from drmas.core.advantages import AdvantageRule, Advantages, Segment
 from drmas.core.diagnostics import inflation_factors
-from drmas.core.estimators import Estimator, resolve
+from drmas.core.estimators import Estimator, Evidence, resolve
 from drmas.errors import ConfigError, DataError
 from drmas.jsonl import read_objects
+from drmas.runtime.probes import baselines
 from drmas.telemetry.episodes import read_episodes
+from drmas.types import Episode, Failure, Task
 
 WIDTH = 160
 """Columns of the tables; names are never cut to a narrow pipe's width."""
@@ -73,7 +75,7 @@ def inspect_run(run_dir: Path, step: int, overrides: Sequence[str], *, as_json: 
     """The answer for a step of a run, under the run's own rule with `overrides` on top."""
     base, rows = _run_rule(run_dir), rows_of_run(run_dir, step)
     team = [*(row.agent for row in rows), *base.get("agents", ())]  # an agent of the run may have no rows in the step
-    return _answer(rows, load_advantage(overrides, base), as_json, team=team)
+    return _answer(rows, load_advantage(overrides, base), as_json, team=team, played=probes_of_run(run_dir, step))
 
 
 def read_rows(path: Path) -> list[InspectRow]:
@@ -166,6 +168,22 @@ def rows_of_run(run_dir: Path, step: int) -> list[InspectRow]:
     return rows
 
 
+def probes_of_run(run_dir: Path, step: int) -> list[Episode]:
+    """What ran beside the step's groups, with what a baseline needs of it."""
+    return [
+        Episode(
+            Task(each["task"], each["question"], each["truth"]),
+            each["sample"],
+            reward=each["reward"],
+            failure=None if each["status"] == "ok" else Failure(each["status"], each["message"]),
+            agent_rewards=each.get("agent_rewards", {}),
+            probe=each["probe"],
+        )
+        for each in read_episodes(run_dir, step)
+        if each.get("probe") is not None
+    ]
+
+
 def _run_rule(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.json"
     try:
@@ -174,16 +192,26 @@ def _run_rule(run_dir: Path) -> dict[str, Any]:
         raise DataError(f"{path}: can't be read as a run's configuration ({error}); expected a run's folder") from error
 
 
-def _answer(rows: Sequence[InspectRow], config: AdvantageConfig, as_json: bool, *, team: Sequence[str]) -> str:
+def _answer(
+    rows: Sequence[InspectRow],
+    config: AdvantageConfig,
+    as_json: bool,
+    *,
+    team: Sequence[str],
+    played: Sequence[Episode] = (),
+) -> str:
     estimator = resolve(**config.model_dump(exclude_none=True), team=list(dict.fromkeys(team)))
     if estimator.needs_critic:
         raise ConfigError(f"{_named(config)} needs a critic's values; inspect shows the presets that rows are enough for")
-    if estimator.probes:
-        names = ", ".join(repr(probe.name) for probe in estimator.probes)
+    probes = {probe.name: probe for probe in estimator.probes}
+    mine = [episode for episode in played if episode.probe in probes]
+    if probes and not mine:
+        names = ", ".join(map(repr, probes))
         raise ConfigError(
-            f"{_named(config)} needs episodes beside each group ({names}); inspect shows the presets that rows are enough for"
+            f"{_named(config)} needs episodes beside each group ({names}), and there are none here; inspect shows the presets "
+            "that rows are enough for, and of a run those whose episodes it played"
         )
-    result = estimator(rows)
+    result = estimator(rows, Evidence(baselines=baselines(mine, probes)))
     notes = [f"{_named(config)} starts from these rows here, in a run from the steps before"] if estimator.state() else []
     if result.tokens is not None:
         notes.append("the advantage of a row is the mean over its tokens")

@@ -223,7 +223,7 @@ def prepare_data(
 
 @app.command()
 def reproduce(
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer scenarios, seeds and steps: minutes instead of hours.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer seeds and steps: minutes instead of hours.")] = False,
     output: Annotated[Path, typer.Option("--output", help="The folder of all trials and of the report.")] = Path(
         "runs/reproduce"
     ),

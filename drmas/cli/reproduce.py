@@ -12,7 +12,7 @@ from drmas.errors import ConfigError
 from drmas.reproduce.folder import ReproduceFolder
 from drmas.reproduce.page import write_page
 from drmas.reproduce.plan import START, scale, trials
-from drmas.reproduce.runner import CRASHED, run_units, select, units_of
+from drmas.reproduce.runner import CRASHED, LIMIT_SECONDS, QUICK_LIMIT_SECONDS, run_units, select, units_of
 
 
 def run_reproduction(
@@ -35,8 +35,14 @@ def run_reproduction(
     cores = len(os.sched_getaffinity(0))
     lock = folder.open(overwrite=overwrite)
     try:
-        say = partial(print, flush=True)
-        statuses = run_units(units, jobs=jobs or cores, lock=lock, retry_crashed=retry_crashed, say=say)
+        statuses = run_units(
+            units,
+            jobs=jobs or cores,
+            lock=lock,
+            retry_crashed=retry_crashed,
+            limit_seconds=QUICK_LIMIT_SECONDS if quick else LIMIT_SECONDS,
+            say=partial(print, flush=True),
+        )
         print(f"report  {write_page(folder.path)}", flush=True)
     except KeyboardInterrupt:
         print("drmas: stopped; the same command goes on", file=sys.stderr)

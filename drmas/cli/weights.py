@@ -21,6 +21,7 @@ from drmas.policy.architecture import read_architecture
 from drmas.policy.groups import Groups, PolicyGroups, destroy, init_distributed
 from drmas.policy.trainer import PolicyTrainer
 from drmas.runtime.folder import RunFolder
+from drmas.runtime.hub_models import read_commits
 from drmas.runtime.models import resolve_model
 from drmas.runtime.resume import read_whole, saved_steps
 
@@ -139,7 +140,8 @@ def _start_model(run: Path, config: RunConfig, name: str) -> Path:
     warm = run / "warm_start" / name
     if config.warm_start is not None and warm.is_dir():
         return warm.absolute()
-    return resolve_model(config.policies[name].model, seed=config.seed).absolute()
+    spec, key = config.policies[name].model, f"policies.{name}.model"
+    return resolve_model(spec, seed=config.seed, key=key, commit=read_commits(run).get(spec)).absolute()
 
 
 def _check_fits(model: Path, start: Path, expected: dict[str, Any], policy: str) -> None:

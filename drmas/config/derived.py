@@ -27,7 +27,7 @@ def completed(table: Table) -> Table:
     policies = table.get("policies")
     if isinstance(policies, dict) and all(isinstance(policy, dict) for policy in policies.values()):
         table = {**table, "policies": {name: _like(name, policies) for name in policies}}
-    return merged(COMPANIONS[preset], table) if preset in COMPANIONS else table
+    return merged(COMPANIONS[preset], table) if isinstance(preset, str) and preset in COMPANIONS else table
 
 
 def merged(under: Table, over: Table) -> Table:
@@ -41,7 +41,7 @@ def _like(name: str, policies: Table, *, asked: tuple[str, ...] = ()) -> Table:
     other = policies[name].get("like")
     if other is None:
         return own
-    if other not in policies or other in (*asked, name):
+    if not isinstance(other, str) or other not in policies or other in (*asked, name):
         others = ", ".join(key for key in policies if key not in (*asked, name))
         expected = f"one of {others}" if others else "another policy, and there is none"
         raise ValueError(f"policies.{name}.like is {other!r}; expected {expected}")

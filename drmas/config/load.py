@@ -41,7 +41,7 @@ class Override:
     text: str | None
 
 
-TEAM_NAME, STEPS = ("team", "name"), ("train", "steps")
+TEAM_NAME, TRAIN, STEPS = ("team", "name"), ("train",), ("train", "steps")
 
 
 def recipes() -> dict[str, str]:
@@ -201,6 +201,10 @@ def _apply(data: dict[str, Any], override: Override, origins: Origins) -> None:
             if ((node.variants and name == "type") or tuple(path) == TEAM_NAME) and table.get(name) != value:
                 # another shape of the section, another team: the settings of the old one don't carry over
                 table.clear()
+            # epochs that the recipe sets would go before the steps
+            sets_steps = tuple(path) == STEPS or (
+                tuple(path) == TRAIN and isinstance(value, dict) and "steps" in value and "epochs" not in value
+            )
             reshaped = below.variants and isinstance(value, dict) and "type" in value
             if isinstance(value, dict) and isinstance(table.get(name), dict):
                 old = {} if reshaped and value["type"] != table[name].get("type") else table[name]
@@ -208,8 +212,8 @@ def _apply(data: dict[str, Any], override: Override, origins: Origins) -> None:
             _check({name: value}, node, tuple(path[:-1]), {(): override.flag})
             table[name] = value
             origins[tuple(path)] = override.flag
-            if tuple(path) == STEPS:
-                table.pop("epochs", None)  # which would go before them
+            if sets_steps:
+                (table if tuple(path) == STEPS else table[name]).pop("epochs", None)
             return
         if not below.is_section and not below.any_below:
             raise ConfigError(f"{override.flag}: {'.'.join(path)} is a value ({below.type}); it has no keys below it")

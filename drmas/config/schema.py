@@ -269,7 +269,8 @@ class AdvantageSettings(Section):
     """dr-mas, grpo, dr-mas-paper, mean=agent,std=task, mean=task,std=agent, grpo-turns, rloo, dapo, gigpo, reinforce++,
     reinforce++-baseline, remax, ema, difference, ppo. `drmas/core/estimators/README.md` has the formula, the source and the
     weak spot of each. dapo also sets loss.clip_high 0.28, loss.aggregation token, loss.kl unset and rollout.dynamic.enabled,
-    each unless the configuration sets it."""
+    each unless the configuration sets it (as another run's config.json does with all); a note says what it set and what not.
+    loss.dual_clip, which the paper doesn't have, stays. As the preset of a single agent it sets nothing."""
     mean: Literal["agent", "task", "none"] | None = None
     std: Literal["agent", "task", "none"] | None = None
     weighting: Literal["turn", "episode"] | None = None
@@ -278,12 +279,13 @@ class AdvantageSettings(Section):
     min_std: NonNegativeFloat | None = None
     singleton: Literal["zero", "raw"] | None = None
     penalty: Literal["inside", "outside"] | None = None
+    """Penalties are part of what is normalised, or taken off afterwards; inside in dapo and dr-mas-paper unless set."""
     whiten: Literal["pooled", "agent"] | None = None
     """After the preset: subtract the mean of the step's advantages and divide by their standard deviation, over the tokens of
     all agents, or of each agent apart. reinforce++ and reinforce++-baseline whiten pooled by themselves, ppo each agent
     apart."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount: per token for ppo and reinforce++, per turn for gigpo."""
+    """Discount: per token for ppo and reinforce++, per turn for gigpo (whose reference scripts have 0.95)."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Generalised advantage estimation (arXiv 1506.02438), for ppo."""
     step_weight: NonNegativeFloat = 1.0
@@ -295,14 +297,28 @@ class AdvantageSettings(Section):
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Weight of an agent's baseline of before against the step's mean reward, for ema."""
     counterfactuals: PositiveInt = 1
-    """Episodes per task and agent that run without the agent, for difference."""
+    """Episodes per task and trained agent that run without the agent, for difference."""
 
 
 class AdvantageConfig(AdvantageSettings):
     """Which rows are compared with each other: for all agents, and for single ones that differ."""
 
     agents: dict[str, AdvantageSettings] = {}
-    """Agent -> the settings that its rows have instead. Statistics that are pooled over agents still see all rows."""
+    """Agent -> the settings that its rows have instead. Without a preset they are changes to the run's settings; with one, to
+    that preset. Statistics that are pooled over agents still see all rows."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _agents_change_the_run(cls, data: Any) -> Any:
+        """Every value stands in the result, so that the run's config.json reads back as it is."""
+        agents = data.get("agents") if isinstance(data, dict) else None
+        if not isinstance(agents, dict):
+            return data
+        run = {name: value for name, value in data.items() if name != "agents"}
+        whole = {
+            agent: {**run, **own} if isinstance(own, dict) and "preset" not in own else own for agent, own in agents.items()
+        }
+        return {**data, "agents": whole}
 
 
 class LossConfig(Section):
@@ -350,7 +366,9 @@ class TrainConfig(Section):
     """0: the warm start alone, and its export."""
     epochs: PositiveInt | None = None
     """Passes over the data, in the place of `steps`, which are epochs x tasks / `rollout.tasks_per_step` once the data is read.
-    (Tasks that dynamic sampling drops come on top.) The option --train.steps takes the place of epochs that a recipe sets."""
+    (Tasks that dynamic sampling drops come on top.) An epoch of a mix, or under a curriculum, is as many draws as there are
+    tasks in all: some come several times in it, others not at all. The option --train.steps takes the place of epochs that a
+    recipe sets."""
     ranks: PositiveInt | None = None
     """The trainer ranks that the run is laid out for; any number if unset. A start with another number is refused, and
     `--dry-run` describes a job of so many."""

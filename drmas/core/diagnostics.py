@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from drmas.core.advantages import Advantages
+from drmas.core.means import mean_of
 from drmas.types import Row
 from drmas_kernels.segment_advantage import ROUNDING_ULPS
 
@@ -26,7 +27,7 @@ def inflation_factors(rows: Sequence[Row]) -> dict[str, float | None]:
     for row in rows:
         if row.status == "ok" and (row.task, row.agent) in factors:
             found[row.agent].append(factors[row.task, row.agent])
-    return {agent: _mean(own) for agent, own in found.items()}
+    return {agent: mean_of(own) for agent, own in found.items()}
 
 
 def pooled_factors(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
@@ -43,7 +44,7 @@ def pooled_factors(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
         if row.status == "ok":
             episodes[row.task][row.episode].append(row.reward)
             calls[row.task, row.agent].append(row.episode)
-    rewards = {task: {name: _mean(each) for name, each in own.items()} for task, own in episodes.items()}
+    rewards = {task: {name: mean_of(each) for name, each in own.items()} for task, own in episodes.items()}
     pooled = {task: _moments(list(own.values())) for task, own in rewards.items()}
     factors = {}
     for (task, agent), names in calls.items():
@@ -63,12 +64,14 @@ def _moments(values: list[float]) -> tuple[float, float]:
 
 
 def agent_summary(rows: Sequence[Row], advantages: Advantages) -> dict[str, dict[str, float | None]]:
-    """Per agent that has rows: counts, means over its included rows (None where it has none), and its segments' state.
+    """Per agent that has rows: counts, means (None over no rows), and its segments' state.
 
-    rows, calls_per_episode (over all included episodes of the step), reward_mean, advantage_mean, advantage_rms, row_sum (the
-    sum of advantages: a pooled baseline leaves a push on the agent here), constant_share and singleton_share (rows in a segment
-    without spread, or without company), uncompared_share (rows in either: where mean and std have segments of their own, a row
-    may be in both), response_tokens_mean.
+    Over its included rows: rows, calls_per_episode (by all included episodes of the step), reward_mean, response_tokens_mean,
+    without_baseline (how many of them have no advantage: the probe, or the critic, that theirs is taken from gave nothing).
+
+    Over those with an advantage: advantage_mean, advantage_rms, row_sum (the sum of advantages: a pooled baseline leaves a push
+    on the agent here), constant_share and singleton_share (rows in a segment without spread, or without company),
+    uncompared_share (rows in either: where mean and std have segments of their own, a row may be in both).
     """
     constant = {row for segment in advantages.segments if segment.constant for row in segment.rows}
     singleton = {row for segment in advantages.segments if segment.singleton for row in segment.rows}
@@ -76,26 +79,24 @@ def agent_summary(rows: Sequence[Row], advantages: Advantages) -> dict[str, dict
     members: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         own = members[row.agent]
-        if advantages.values[index] is not None:
+        if row.status == "ok":
             own.append(index)
     summaries: dict[str, dict[str, float | None]] = {}
-    for agent, own in members.items():
+    for agent, included in members.items():
+        own = [index for index in included if advantages.values[index] is not None]
         values = [advantages.values[index] for index in own]
-        squares = _mean([value * value for value in values])
+        squares = mean_of([value * value for value in values])
         summaries[agent] = {
-            "rows": float(len(own)),
-            "calls_per_episode": len(own) / num_episodes if num_episodes else None,
-            "reward_mean": _mean([rows[index].reward for index in own]),
-            "advantage_mean": _mean(values),
+            "rows": float(len(included)),
+            "calls_per_episode": len(included) / num_episodes if num_episodes else None,
+            "reward_mean": mean_of([rows[index].reward for index in included]),
+            "without_baseline": float(len(included) - len(own)),
+            "advantage_mean": mean_of(values),
             "advantage_rms": None if squares is None else math.sqrt(squares),
             "row_sum": math.fsum(values),
-            "constant_share": _mean([float(index in constant) for index in own]),
-            "singleton_share": _mean([float(index in singleton) for index in own]),
-            "uncompared_share": _mean([float(index in constant or index in singleton) for index in own]),
-            "response_tokens_mean": _mean([float(len(rows[index].response_ids)) for index in own]),
+            "constant_share": mean_of([float(index in constant) for index in own]),
+            "singleton_share": mean_of([float(index in singleton) for index in own]),
+            "uncompared_share": mean_of([float(index in constant or index in singleton) for index in own]),
+            "response_tokens_mean": mean_of([float(len(rows[index].response_ids)) for index in included]),
         }
     return summaries
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None

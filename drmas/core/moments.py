@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from drmas.core.advantages import AdvantageRule, Advantages, advantages
 from drmas.core.diagnostics import pooled_factors
+from drmas.core.means import mean_of
 from drmas.types import Row
 
 POOLED = AdvantageRule(mean="task", std="task", weighting="episode", ddof=0, eps=0.0)
@@ -89,12 +90,12 @@ def second_moments(rows: Sequence[Row], squares: Mapping[int, float], values: Ad
     found = {}
     for agent, own in members.items():
         compared = [i for i in own if (rows[i].task, agent) in factors]
-        of_pooled, mean_square = _relative(pooled, compared, squares), _mean([pooled[i] ** 2 for i in compared])
+        of_pooled, mean_square = _relative(pooled, compared, squares), mean_of([pooled[i] ** 2 for i in compared])
         found[agent] = AgentMoments(
             rows=len(own),
-            score=_mean([squares[i] for i in own]),
+            score=mean_of([squares[i] for i in own]),
             pooled=of_pooled,
-            predicted=_mean([factors[rows[i].task, agent] for i in compared]),
+            predicted=mean_of([factors[rows[i].task, agent] for i in compared]),
             per_agent=_relative(per_agent, compared, squares),
             own=_relative(values.values, own, squares) if _is_of_rows(values, own) else None,
             covariance=None if of_pooled is None else of_pooled - mean_square,
@@ -110,7 +111,3 @@ def _relative(advantage: Sequence[float | None], chosen: Sequence[int], squares:
     """Mean of A^2 |z|^2 over the rows `chosen`, divided by their mean |z|^2; None where that is 0, or without rows."""
     whole = math.fsum(squares[i] for i in chosen)
     return math.fsum(advantage[i] ** 2 * squares[i] for i in chosen) / whole if whole else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None

@@ -3,12 +3,15 @@
 Only data files are read, Parquet and JSONL, and nothing of a dataset's own code is run. What a dataset doesn't have in these
 formats comes from the Parquet copy that the hub keeps of public datasets (the revision refs/convert/parquet).
 
-Called by `tasks`, and for its rows by `drmas prepare-data`. HF_HUB_OFFLINE, HF_HOME and HF_TOKEN are huggingface_hub's.
+Called by `tasks`, and for its rows by `drmas prepare-data`. HF_HUB_OFFLINE, HF_HOME and HF_TOKEN are huggingface_hub's. A dry
+run asks `is_here`, and reads under `cache_only`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from drmas.config.tasks import HuggingFaceData
 from drmas.envs.fields import TaskTable, accepted_of, text_of, with_answers
 from drmas.envs.jsonl import json_rows
 from drmas.envs.parquet import parquet_rows
+from drmas.envs.snapshots import HubError, cached, snapshot
 from drmas.errors import DataError
 from drmas.types import Task
 
@@ -23,6 +27,36 @@ _SUFFIXES = (".parquet", ".jsonl")
 _REVISIONS = (None, "refs/convert/parquet")
 _MARK = "####"
 """GSM8K writes its answer after this mark, below the reasoning."""
+_FETCH = ContextVar("fetch", default=True)
+
+
+@contextmanager
+def cache_only() -> Iterator[None]:
+    """Within, the network isn't asked for datasets: what the hub's cache has is all there is."""
+    token = _FETCH.set(False)
+    try:
+        yield
+    finally:
+        _FETCH.reset(token)
+
+
+def is_here(config: HuggingFaceData) -> bool:
+    """Whether the split is a folder's, or in the hub's cache. DataError: `data.path` is neither a folder nor a name."""
+    if _is_local(config.path):
+        return True
+    try:
+        folders = [
+            cached(config.path, repo_type="dataset", revision=revision, allow=_patterns(config.split))
+            for revision in _REVISIONS
+        ]
+    except HubError as error:
+        raise DataError(_not_a_name(config.path)) from error
+    return any(
+        _is_of(file, list(file.relative_to(folder).parts[:-1]), config.split)
+        for folder in folders
+        if folder is not None
+        for file in _data_files(folder)
+    )
 
 
 def read_huggingface(config: HuggingFaceData) -> list[Task]:
@@ -73,7 +107,7 @@ def _all_columns(file: Path) -> dict[str, tuple[str, ...]]:
 def _split_files(path: str, name: str | None, split: str) -> list[Path]:
     if Path(path).is_dir():
         return _matching(Path(path), path, name, split)
-    if Path(path).is_file() or path.startswith((".", "/", "~")):
+    if _is_local(path):
         found = "a file" if Path(path).is_file() else "not there"
         raise DataError(f"data.path {path}: {found}; expected a dataset's name on the hub, such as openai/gsm8k, or a folder")
     trouble: DataError | None = None
@@ -85,36 +119,39 @@ def _split_files(path: str, name: str | None, split: str) -> list[Path]:
     raise trouble
 
 
+def _is_local(path: str) -> bool:
+    return Path(path).exists() or path.startswith((".", "/", "~"))
+
+
+def _patterns(split: str) -> list[str]:
+    return [f"*{split}*{suffix}" for suffix in _SUFFIXES]
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return [file for suffix in _SUFFIXES for file in sorted(folder.rglob(f"*{suffix}"))]
+
+
+def _not_a_name(path: str) -> str:
+    return f"data.path {path}: not a dataset's name; expected one such as openai/gsm8k, or a folder"
+
+
 def _download(path: str, split: str, revision: str | None) -> Path:
     """The folder with the split's files of a revision, from the hub or its cache."""
-    import httpx
-    from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.constants import is_offline_mode
-
-    patterns = [f"*{split}*{suffix}" for suffix in _SUFFIXES]
     try:
-        return Path(snapshot_download(path, repo_type="dataset", revision=revision, allow_patterns=patterns))
-    except errors.GatedRepoError as error:
+        return snapshot(path, repo_type="dataset", revision=revision, allow=_patterns(split), fetch=_FETCH.get())
+    except HubError as error:
         raise DataError(
-            f"data.path {path}: the dataset is gated; accept its terms on the hub and set HF_TOKEN, or fetch it by hand"
+            {
+                "name": _not_a_name(path),
+                "gated": f"data.path {path}: the dataset is gated; accept its terms on the hub and set HF_TOKEN, or fetch it "
+                "by hand",
+                "unknown": f"data.path {path}: the hub has no such dataset, or it is private; expected a public name such as "
+                "openai/gsm8k, or HF_TOKEN in the environment",
+                "unreachable": f"{path}: {error}, and its cache here has no such dataset; where there is network, drmas "
+                "prepare-data or hf download --repo-type dataset fetches it into a folder: copy that here and set data.path to "
+                "it",
+            }[error.kind]
         ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise DataError(
-            f"data.path {path}: the hub has no such dataset, or it is private; expected a public name such as openai/gsm8k, or "
-            f"HF_TOKEN in the environment"
-        ) from error
-    except errors.HFValidationError as error:
-        raise DataError(f"data.path {path}: not a dataset's name; expected one such as openai/gsm8k, or a folder") from error
-    except (OSError, httpx.HTTPError, errors.EntryNotFoundError) as error:
-        why = "HF_HUB_OFFLINE is set" if is_offline_mode() else f"the hub can't be reached ({_first_line(error)})"
-        raise DataError(
-            f"{path}: {why}, and its cache here has no such dataset; where there is network, drmas prepare-data or "
-            f"hf download --repo-type dataset fetches it into a folder: copy that here and set data.path to it"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ")
 
 
 def _matching(folder: Path, path: str, name: str | None, split: str) -> list[Path]:
@@ -123,7 +160,7 @@ def _matching(folder: Path, path: str, name: str | None, split: str) -> list[Pat
     A file belongs to the split that its name is or starts with (train.parquet, train-00000-of-00002.parquet), or that a folder
     above it is named after; to the configuration that a folder above it is named after.
     """
-    files = [file for suffix in _SUFFIXES for file in sorted(folder.rglob(f"*{suffix}"))]
+    files = _data_files(folder)
     above = {file: list(file.relative_to(folder).parts[:-1]) for file in files}
     found = [file for file in files if _is_of(file, above[file], split) and (name is None or name in above[file])]
     if not found:

@@ -143,7 +143,7 @@ def read_architecture(folder: Path) -> Architecture:
     family = json.loads(file.read_text()).get("model_type")
     if family not in FAMILIES:
         raise ModelError(f"{file}: model_type is {family!r}; supported are {', '.join(FAMILIES)} (dense)")
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     _refuse_unsupported(config, file)
     rope = _rope(config)
     return Architecture(

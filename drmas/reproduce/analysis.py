@@ -4,13 +4,19 @@ Definitions, for one trial of S finished steps (a value that is missing or not f
 
     final       mean reward of the last fifth of the steps (at least one)
     area        mean reward of all steps: the area under the reward curve over its length
-    avg, pass   mean over held-out tasks of the mean reward of a task's samples, and of whether one of them was right
+    avg, pass   mean over evaluation tasks of the mean reward of a task's samples, and of whether one of them was right
     spikes      share of an agent's steps whose gradient norm is more than 3 times its running median (the alarm's definition:
-                the 20 steps before, once there are 5, steps of norm 0 not among them), or isn't finite
+                the 20 steps before, once there are 5, steps of norm 0 not among them), or isn't finite; steps before there
+                is a median are not counted
     largest     the largest ratio of a gradient norm to that median
     variation   standard deviation of the gradient norm over its mean; a trend counts, too
     imbalance   mean over steps of |sum of the agent's advantages| / rows
     inflation   mean, 95th percentile and share above 2 over steps of the factor (sigma_k^2 + (mu_k - mu)^2) / sigma^2
+    valid       share of an agent's turns that its parser takes, mean of the first and of the last fifth of the steps
+    uncompared  mean over steps of the share of an agent's rows that are compared with nothing
+
+A difference has `no_room` for a measure that couldn't differ: every seed's difference is exactly 0, or, for avg and pass, both
+methods are at `CEILING` or above, before training or after it.
 
 Without an agent's name spikes, variation and imbalance are means over agents. Crashed trials count nowhere; diverged ones do.
 Everything here is a dict that JSON can hold, `Estimate`s as dicts of their fields. Pure; called by `drmas.reproduce.page`.
@@ -27,7 +33,7 @@ from typing import Any
 
 from drmas.config.schema import AlarmConfig
 from drmas.reproduce.fit import moment_points, of_moments
-from drmas.reproduce.intervals import estimate, finite, mean, paired
+from drmas.reproduce.intervals import deviation, differences, estimate, finite, mean
 from drmas.reproduce.plan import METHODS, SCENARIOS, SINGLE, START
 from drmas.reproduce.results import PerStep, Results, Trial
 from drmas.telemetry.alarms import FEWEST
@@ -52,7 +58,13 @@ AGENT_MEASURES = (
     "inflation_p95",
     "inflation_above_2",
     "calls",
+    "valid_first",
+    "valid_last",
+    "uncompared",
 )
+BY_CONSTRUCTION = "imbalance"
+"""Row sums differ between methods by what the methods are: nothing that an experiment tells."""
+CEILING = 0.98
 INFLATED = 2.0
 SMOOTHED = 5
 """Steps that a point of a reward curve is the mean of: its own and those before."""
@@ -70,7 +82,8 @@ def analyse(results: Results) -> dict[str, Any]:
         "settings": results.settings,
         "scenarios": scenarios,
         "moments": of_moments(results.trials, None),
-        "intervals": count_intervals(scenarios),
+        "config": results.config,
+        **count_intervals(scenarios),
         "failures": failures(results.trials),
         "problems": list(results.problems),
         "bandit": results.bandit,
@@ -96,7 +109,9 @@ def _scenario(trials: Sequence[Trial], planned: set[int], single: Sequence[Trial
     used = {method: {t.seed: t for t in trials if t.method == method and t.status != "crashed"} for method in methods}
     numbers = {method: {seed: trial_numbers(trial) for seed, trial in own.items()} for method, own in used.items()}
     wanted = [(method, BASE) for method in methods if method != BASE]
+    lost = {method: sum(t.method == method and t.status == "crashed" for t in trials) for method in methods}
     if single and SINGLE not in numbers:
+        lost[SINGLE] = sum(trial.status == "crashed" for trial in single)
         numbers[SINGLE] = {trial.seed: trial_numbers(trial) for trial in single if trial.status != "crashed"}
     return {
         "of": of,
@@ -105,7 +120,7 @@ def _scenario(trials: Sequence[Trial], planned: set[int], single: Sequence[Trial
         "parameters": {name: number for t in trials if t.method != SINGLE for name, number in sorted(t.parameters.items())},
         "methods": {method: _method(list(used[method].values()), numbers[method], of) for method in methods},
         "differences": [
-            _difference(numbers, left, right, of)
+            _difference(numbers, left, right, of) | {"crashed": [lost[left], lost[right]]}
             for left, right in [*wanted, *CONTRASTS]
             if left in numbers and right in numbers
         ],
@@ -161,8 +176,25 @@ def _difference(numbers: Mapping[str, Mapping[int, dict[str, float | None]]], le
     def of_seeds(method: str, key: str) -> dict[int, float | None]:
         return {seed: own[key] for seed, own in numbers[method].items()}
 
-    found = {key: asdict(paired(of_seeds(left, key), of_seeds(right, key), of)) for key in COMPARED}
-    return {"left": left, "right": right, **found}
+    each = {key: differences(of_seeds(left, key), of_seeds(right, key)) for key in COMPARED}
+    full = {key for key in ("avg", "pass") if _full(numbers, (left, right), key)}
+    same = {key for key, values in each.items() if values and all(value == 0 for value in values)}
+    return {
+        "left": left,
+        "right": right,
+        **{key: asdict(estimate(values, of)) for key, values in each.items()},
+        "seeds": each,
+        "no_room": [key for key in COMPARED if key in full | same],
+    }
+
+
+def _full(numbers: Mapping[str, Mapping[int, dict[str, float | None]]], methods: Sequence[str], key: str) -> bool:
+    """Whether all of `methods` have next to all that there is to be had, at the start or at the end."""
+    for when in ("_before", ""):
+        levels = [mean([own[key + when] for own in numbers[method].values()]) for method in methods]
+        if all(level is not None and level >= CEILING for level in levels):
+            return True
+    return False
 
 
 def trial_numbers(trial: Trial) -> dict[str, float | None]:
@@ -183,9 +215,11 @@ def agent_numbers(trial: Trial, agent: str) -> dict[str, float | None]:
     limit = AlarmConfig().spike
     usual = mean(norms)
     factors = [value for value in trial.inflation.get(agent, []) if finite(value)]
+    valid = trial.valid.get(agent, [])
+    fifth = max(1, len(valid) // 5)
     return {
         "grad_mean": usual,
-        "spikes": mean([float(ratio is not None and ratio > limit) for ratio in ratios]),
+        "spikes": mean([float(ratio > limit) for ratio in ratios if ratio is not None]),
         "largest": max((ratio for ratio in ratios if finite(ratio)), default=None),
         "variation": _deviation(norms) / usual if usual else None,
         "imbalance": mean(imbalances(trial, agent)),
@@ -193,6 +227,9 @@ def agent_numbers(trial: Trial, agent: str) -> dict[str, float | None]:
         "inflation_p95": quantile(factors, 0.95),
         "inflation_above_2": mean([float(factor > INFLATED) for factor in factors]),
         "calls": mean(trial.calls.get(agent, [])),
+        "valid_first": mean(valid[:fifth]),
+        "valid_last": mean(valid[-fifth:]),
+        "uncompared": mean(trial.uncompared.get(agent, [])),
     }
 
 
@@ -219,10 +256,16 @@ def imbalances(trial: Trial, agent: str) -> list[float | None]:
     return [abs(total) / count if finite(total) and count else None for total, count in zip(sums, rows, strict=False)]
 
 
-def count_intervals(scenarios: Mapping[str, Mapping[str, Any]]) -> int:
-    """Intervals of a difference between two methods that were computed."""
-    differences = [one for scenario in scenarios.values() for one in scenario["differences"]]
-    return sum(one[key]["low"] is not None for one in differences for key in COMPARED)
+def count_intervals(scenarios: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Of differences between two methods in what is no construction and has a spread.
+
+    {"intervals": all of them, "excluding": those without 0, "excluding_single": of these, those to the single agent}
+    """
+    pairs = [one for scenario in scenarios.values() for one in scenario["differences"]]
+    found = [(SINGLE in (one["left"], one["right"]), one[key]) for one in pairs for key in COMPARED if key != BY_CONSTRUCTION]
+    spread = [(single, one) for single, one in found if one["low"] is not None and one["low"] < one["high"]]
+    without = [single for single, one in spread if one["low"] > 0 or one["high"] < 0]
+    return {"intervals": len(spread), "excluding": len(without), "excluding_single": sum(without)}
 
 
 def failures(trials: Sequence[Trial]) -> list[dict[str, str]]:
@@ -244,5 +287,5 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 
 def _deviation(values: Sequence[float]) -> float:
     """The population's standard deviation of the finite values."""
-    middle = mean(values) or 0.0
-    return math.sqrt(mean([(value - middle) ** 2 for value in values if math.isfinite(value)]) or 0.0)
+    there = [value for value in values if math.isfinite(value)]
+    return deviation(there, mean(there), freedom=len(there)) if there else 0.0

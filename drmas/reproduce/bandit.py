@@ -46,7 +46,7 @@ QUICK = Effort(groups={4: 200, 8: 200, 64: 20}, seeds=24, tuning_seeds=6, steps=
 def run_bandit(quick: bool = False) -> dict[str, Any]:
     """{"quick", "seeds", "steps", "check", "growth", "regimes", "learning"}, JSON-able and the same in every call.
 
-    Some two minutes on one core, with `quick` ten seconds. Scenarios with groups of 32 have half the seeds.
+    Some two minutes on one core, with `quick` a quarter of one. Scenarios with groups of 32 have half the seeds.
     """
     effort = QUICK if quick else WHOLE
     tables = [measure(regime, effort.groups, seed=1000 + index) for index, regime in enumerate(regimes())]

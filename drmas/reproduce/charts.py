@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drmas.reproduce.analysis import BASE, SMOOTHED
-from drmas.telemetry.plot import COLOURS, Points, Series, Span, interval_chart, line_chart, scatter_chart
+from drmas.telemetry.plot import Points, Series, Span, interval_chart, line_chart, scatter_chart
 
 OWN, OTHER = 0, 1
-"""Colours of the method in question and of grpo."""
+"""Colours of the method in question and of grpo; of second moments, of the pooled baseline and of per-agent statistics."""
+MOMENT_RANGE = (0.05, 10.0)
+"""Second moments that are drawn."""
 AGENT_CURVES = (
     ("grad_norm", "Gradient norm", "norm", None),
     ("inflation", "Inflation factor", "factor", 1.0),
@@ -29,12 +31,14 @@ def of_scenario(scenario: Mapping[str, Any]) -> list[str]:
 def differences(scenario: Mapping[str, Any]) -> list[str]:
     to_base = [one for one in scenario["differences"] if one["right"] == BASE]
     titles = {
-        "final": ("Final reward less grpo's", "difference by seed, 95 %"),
-        "avg": ("avg@16 less grpo's", "difference by seed, 95 %"),
+        "final": ("Final reward less grpo's", "difference by seed, 95 %; small dots: seeds"),
+        "avg": ("avg@16 less grpo's", "difference by seed, 95 %; small dots: seeds"),
     }
     drawn = []
     for key, (title, x_label) in titles.items():
-        spans = [Span(one["left"], *(one[key][part] for part in ("value", "low", "high"))) for one in to_base]
+        spans = [
+            Span(one["left"], *(one[key][part] for part in ("value", "low", "high")), each=one["seeds"][key]) for one in to_base
+        ]
         if any(span.value is not None for span in spans):
             drawn.append(interval_chart(spans, title=title, x_label=x_label, reference=0.0))
     return drawn
@@ -70,32 +74,47 @@ def _beside(curves: Mapping[str, Any], other: str) -> list[Series]:
 
 
 def _moments(scenario: Mapping[str, Any]) -> list[str]:
-    if not scenario["points"]:
-        return []
-    clouds = [
-        Points("pooled", *_columns(scenario["points"], 1), colour=OWN),
-        Points("per agent", *_columns(scenario["points"], 2), colour=OTHER, cross=True),
+    points, bins = scenario["points"], scenario["moments"].get("bins", [])
+    return [_scatter([*_clouds(points), *_means(bins)], "Second moment, measured")] if points else []
+
+
+def all_moments(analysis: Mapping[str, Any], exact: Sequence[Points]) -> str:
+    """Every measured second moment over its factor, faint, the means of bins with their intervals, and the clouds `exact`."""
+    points = [point for scenario in analysis["scenarios"].values() for point in scenario["points"]]
+    clouds = [*_clouds(points), *_means(analysis["moments"].get("bins", [])), *exact]
+    return _scatter(clouds, "Second moment and factor")
+
+
+def identity(analysis: Mapping[str, Any]) -> str:
+    """Every measured second moment over the factor and Delta; '' where no trial left a Delta."""
+    points = [point for scenario in analysis["scenarios"].values() for point in scenario["points"] if point[3] is not None]
+    if not points:
+        return ""
+    cloud = Points("pooled", [x + delta for x, _, _, delta in points], [y for _, y, _, _ in points], OWN)
+    title, x_label = "Arithmetic: with Δ", "predicted factor + Δ"
+    return scatter_chart([cloud], title=title, x_label=x_label, y_label="measured", reference=1.0, y_range=MOMENT_RANGE)
+
+
+def _clouds(points: Sequence[Sequence[float | None]]) -> list[Points]:
+    """Dots under the pooled baseline, crosses under per-agent statistics."""
+    x = [point[0] for point in points]
+    return [
+        Points("", x, [point[1] for point in points], OWN, faint=True),
+        Points("", x, [point[2] for point in points], OTHER, cross=True, faint=True),
     ]
-    bins = scenario["moments"]["bins"]
-    for what, colour in (("pooled", OWN), ("per_agent", OTHER)):
-        clouds.append(Points("", [one["predicted"] for one in bins], [one[what] for one in bins], colour, large=True))
-    return [_scatter(clouds, "Second moment, measured")]
 
 
-def all_moments(scenarios: Mapping[str, Any]) -> str:
-    """Every measured second moment over its prediction: dots under the pooled baseline, crosses under per-agent statistics."""
+def _means(bins: Sequence[Mapping[str, Any]]) -> list[Points]:
+    """The two sorts side by side, 3 % apart, so that their intervals can be told apart."""
     clouds = []
-    for place, (name, scenario) in enumerate(scenarios.items()):
-        if scenario["points"]:
-            colour = place % COLOURS
-            clouds.append(Points("", *_columns(scenario["points"], 2), colour=colour, cross=True))
-            clouds.append(Points(name, *_columns(scenario["points"], 1), colour=colour))
-    return _scatter(clouds, "Dots: pooled; crosses: per agent") if clouds else ""
-
-
-def _columns(points: Sequence[Sequence[float | None]], column: int) -> tuple[list[float | None], list[float | None]]:
-    return [point[0] for point in points], [point[column] for point in points]
+    for name, what, colour, aside in (("pooled", "pooled", OWN, 0.985), ("per agent", "per_agent", OTHER, 1.015)):
+        found = [(one["predicted"] * aside, one["over_seeds"][what]) for one in bins]
+        x, values = [place for place, _ in found], [own for _, own in found]
+        y, low, high = ([own[part] for own in values] for part in ("value", "low", "high"))
+        clouds.append(Points(name, x, y, colour, large=True, low=low, high=high))
+    return clouds
 
 
 def _scatter(clouds: Sequence[Points], title: str) -> str:
-    return scatter_chart(clouds, title=title, x_label="predicted inflation factor", y_label="measured", reference=1.0)
+    x_label = "predicted inflation factor"
+    return scatter_chart(clouds, title=title, x_label=x_label, y_label="measured", reference=1.0, y_range=MOMENT_RANGE)

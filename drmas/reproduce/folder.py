@@ -1,6 +1,6 @@
-"""The folder of a reproduction: who may write there, and what was run there by which settings.
+"""The folder of a reproduction: who may write there, and what was run there by which code.
 
-    ROOT/settings.json    quick or whole, how large that is, the version of the trials' settings, and where it was begun
+    ROOT/settings.json    quick or whole, how large that is, the digest of the code, versions, and where it was begun
     ROOT/trials/, ROOT/bandit.json, ...    what the units of `runner` leave
 
 Called by `drmas.cli.reproduce`.
@@ -13,23 +13,31 @@ import json
 import shutil
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 from drmas.errors import ConfigError, DataError
 from drmas.runtime.folder import lock_folder
-from drmas.telemetry.environment import environment
+from drmas.telemetry.environment import environment, version_of
 from drmas.telemetry.sinks import replace_text
 
 FILE = "settings.json"
 LOCK_SECONDS = 3.0
 """How long the lock is waited for: processes of a run that was killed a moment ago may hold it still."""
-CODE = (
-    *("reproduce/plan.py", "reproduce/scenarios.py", "reproduce/trial.py", "reproduce/teams.py"),
-    *("recipes/maths-tiny.toml", "recipes/search-tiny.toml"),
+PACKAGES = ("drmas", "drmas_kernels")
+"""Those whose sources can change a result. Trials of different ones aren't put into one table."""
+SOURCES = ("**/*.py", "recipes/*tiny*.toml")
+HARMLESS = (
+    *(f"drmas/reproduce/{name}.py" for name in ("runner", "folder", "worker")),
+    *(f"drmas/reproduce/{name}.py" for name in ("results", "analysis", "fit", "words", "tables", "charts", "page", "tuning")),
+    "drmas/reproduce/bandit_tables.py",
+    *(f"drmas/telemetry/{name}.py" for name in ("report", "plot", "markup", "eval_report", "perfetto", "console")),
+    "drmas/cli/",
 )
-"""What says what the trials are. Trials under different ones aren't put into one table."""
-_PACKAGE = Path(__file__).parents[1]
+"""Files, and folders that end in "/", that no result depends on: who runs the trials, and what is said of them afterwards."""
+VERSIONS = ("torch", "transformers", "megatron-core", "numpy")
+"""Distributions that results depend on."""
 
 
 class ReproduceFolder:
@@ -37,7 +45,7 @@ class ReproduceFolder:
 
     def __init__(self, path: Path, *, quick: bool, scale: Mapping[str, int]) -> None:
         self.path = path.resolve()
-        self.settings: dict[str, Any] = {"quick": quick, "code": code_version(), **scale}
+        self.settings: dict[str, Any] = {"quick": quick, "code": code_version(), "versions": versions(), **scale}
         self._lock: IO[str] | None = None
 
     def open(self, *, overwrite: bool) -> int:
@@ -87,11 +95,18 @@ class ReproduceFolder:
         if before.get("quick") != self.settings["quick"]:
             there, asked = ("a quick", "a whole") if before.get("quick") else ("a whole", "a quick")
             what = f"{there} reproduction, not {asked} one"
-        elif before.get("code") != self.settings["code"]:
-            what = "trials of another version of their settings"
+        elif differing := self._differing(before):
+            what = f"trials of {' and of '.join(differing)}"
         else:
             return
         raise ConfigError(f"{self.path} holds {what}; --output FOLDER writes elsewhere, --overwrite deletes what is there")
+
+    def _differing(self, before: dict[str, Any]) -> list[str]:
+        """What results depend on and is another one now."""
+        found = [] if before.get("code") == self.settings["code"] else ["other code"]
+        then = before.get("versions", {})
+        now = self.settings["versions"]
+        return found + [f"{name} {then.get(name)}, not {now[name]}" for name in now if then.get(name) != now[name]]
 
 
 def read_settings(root: Path) -> dict[str, Any] | None:
@@ -109,12 +124,23 @@ def read_settings(root: Path) -> dict[str, Any] | None:
 
 
 def code_version() -> str:
-    """A digest of the files in `CODE`."""
+    """A digest of `SOURCES` in `PACKAGES`, without the `HARMLESS`."""
     digest = hashlib.sha256()
-    for name in CODE:
-        text = (_PACKAGE / name).read_bytes()
-        digest.update(f"{name} {len(text)}\n".encode() + text)
+    for package in PACKAGES:
+        spec = find_spec(package)
+        assert spec is not None
+        folder = Path(str(spec.origin)).parent
+        for path in sorted({path for pattern in SOURCES for path in folder.glob(pattern)}):
+            name = f"{package}/{path.relative_to(folder).as_posix()}"
+            if not name.startswith(HARMLESS):
+                content = path.read_bytes()
+                digest.update(f"{name} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:16]
+
+
+def versions() -> dict[str, str | None]:
+    """Those of `VERSIONS` here; None: not installed."""
+    return {name: version_of(name) for name in VERSIONS}
 
 
 def processor() -> str | None:

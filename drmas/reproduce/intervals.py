@@ -37,16 +37,25 @@ def estimate(values: Sequence[float | None], of: int | None = None) -> Estimate:
     middle = mean(there)
     if n < 2:
         return Estimate(middle, None, None, n, planned)
-    spread = math.sqrt(math.fsum((value - middle) ** 2 for value in there) / (n - 1))
+    spread = deviation(there, middle, freedom=n - 1)
     half = t_quantile(n - 1) * spread / math.sqrt(n)
     return Estimate(middle, middle - half, middle + half, n, planned)
 
 
 def paired(left: Mapping[int, float | None], right: Mapping[int, float | None], of: int | None = None) -> Estimate:
     """The mean of left - right over the seeds that both have, with its t-interval; keys are seeds."""
-    seeds = sorted(left.keys() & right.keys())
-    pairs = [(left[seed], right[seed]) for seed in seeds]
-    return estimate([None if None in pair else pair[0] - pair[1] for pair in pairs], of)
+    return estimate(differences(left, right), of)
+
+
+def differences(left: Mapping[int, float | None], right: Mapping[int, float | None]) -> list[float | None]:
+    """left - right of each seed that both have, in the order of seeds; None where one has no number."""
+    pairs = [(left[seed], right[seed]) for seed in sorted(left.keys() & right.keys())]
+    return [None if None in pair else pair[0] - pair[1] for pair in pairs]
+
+
+def deviation(values: Sequence[float], middle: float, *, freedom: int) -> float:
+    """sqrt(sum((value - middle)^2) / freedom), without a square that overflows; 0 exactly where all values are one number."""
+    return math.hypot(*(value - middle for value in values)) / math.sqrt(freedom) if len(set(values)) > 1 else 0.0
 
 
 def t_quantile(freedom: int, level: float = LEVEL) -> float:

@@ -56,7 +56,7 @@ class Scale:
     eval_tasks: int
 
 
-QUICK = Scale(seeds=3, steps=50, moments_every_steps=10, eval_tasks=32)
+QUICK = Scale(seeds=3, steps=60, moments_every_steps=10, eval_tasks=32)
 WHOLE = Scale(seeds=5, steps=200, moments_every_steps=20, eval_tasks=64)
 PILOT_SEED = 100
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from drmas.errors import DataError
+from drmas.reproduce.plan import START
 from drmas.reproduce.plan import trials as plan
 
 FILE = "result.json"
@@ -33,7 +34,8 @@ class Moment(_Part):
     """Second moments of one agent's gradient at one step, in units of `score`, the mean |z|^2 of the `rows` measured rows.
 
     predicted: the inflation factor of Lemma 4.2 over these rows; pooled: measured under the task's pooled baseline; per_agent:
-    under the agent's own mean and standard deviation; own: under the advantages that the trial trained with.
+    under the agent's own mean and standard deviation; own: under the advantages that the trial trained with; covariance: Delta
+    of the lemma, the covariance of A^2 and |z|^2 under the pooled baseline, None where a trial left none.
     """
 
     step: int
@@ -44,6 +46,7 @@ class Moment(_Part):
     pooled: float | None = None
     per_agent: float | None = None
     own: float | None = None
+    covariance: float | None = None
 
 
 class Scores(_Part):
@@ -74,6 +77,10 @@ class Trial(_Part):
     rows: dict[str, PerStep] = Field(default_factory=dict)
     calls: dict[str, PerStep] = Field(default_factory=dict)
     entropy: dict[str, PerStep] = Field(default_factory=dict)
+    valid: dict[str, PerStep] = Field(default_factory=dict)
+    """Share of the agent's turns that its parser takes."""
+    uncompared: dict[str, PerStep] = Field(default_factory=dict)
+    """Share of the agent's rows whose reward is compared with nothing."""
     skipped: int = 0
     logprob_gap_max: float | None = None
     parameters: dict[str, int] = Field(default_factory=dict)
@@ -93,7 +100,8 @@ class Trial(_Part):
 class Results:
     """Everything that was found: trials in the order of their keys, and one line for each file that is bad or missing.
 
-    `planned`: (scenario, method, seed) of the trials that there are to be, if the settings tell.
+    `planned`: (scenario, method, seed) of the trials that there are to be, if the settings tell. `config`: the configuration
+    of the first trial that left one, {} without.
     """
 
     trials: list[Trial]
@@ -101,6 +109,7 @@ class Results:
     bandit: dict[str, Any] | None
     problems: list[str]
     planned: list[tuple[str, str, int]] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 def read_results(root: Path) -> Results:
@@ -119,7 +128,15 @@ def read_results(root: Path) -> Results:
         named = "".join(f"\n  {line}" for line in problems)
         raise DataError(f"{root}: nothing to report; expected trials/SCENARIO/METHOD/seed-N/{FILE} or bandit.json in it{named}")
     keys = [(one.scenario, one.method, one.seed) for one in planned]
-    return Results(trials, settings or {}, bandit, problems, keys)
+    return Results(trials, settings or {}, bandit, problems, keys, _config(root, trials))
+
+
+def _config(root: Path, trials: list[Trial]) -> dict[str, Any]:
+    for trial in trials:
+        path = root / "trials" / trial.scenario / trial.method / f"seed-{trial.seed}" / "run" / "config.json"
+        if trial.method != START and (found := _object(root, path, [])):
+            return found
+    return {}
 
 
 def _missing(planned: list[str], there: set[str]) -> list[str]:
@@ -176,7 +193,7 @@ def _trial(root: Path, folder: Path, problems: list[str]) -> Trial | None:
 def _wrong_lengths(trial: Trial) -> str:
     """'' where every list has a number for each finished step, and an evaluation both of each task; or what is wrong."""
     lists = {"reward": trial.reward} if trial.status != "crashed" else {}
-    for what in ("grad_norm", "inflation", "row_sum", "rows", "calls", "entropy"):
+    for what in ("grad_norm", "inflation", "row_sum", "rows", "calls", "entropy", "valid", "uncompared"):
         lists |= {f"{what}.{agent}": values for agent, values in getattr(trial, what).items()}
     wrong = [f"{name} has {len(values)} numbers" for name, values in lists.items() if len(values) != trial.steps]
     if wrong:

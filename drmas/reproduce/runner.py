@@ -11,25 +11,25 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from drmas.errors import ConfigError, DataError
+from drmas.reproduce.plan import START, Trial
 from drmas.reproduce.worker import Unit, Worker, signals_wait, start_server
 from drmas.telemetry.sinks import replace_text
 
-if TYPE_CHECKING:
-    from drmas.reproduce.plan import Trial
-
 RESULT = "result.json"
 TIMING = "timing.json"
+QUICK_LIMIT_SECONDS = 15 * 60.0
 LIMIT_SECONDS = 2 * 3600.0
-"""Of one unit. A trial takes minutes; one that hangs must end all the same."""
+"""Of one unit. A trial takes minutes, a quick one less than one; one that hangs must end all the same."""
 CRASHED = "crashed"
+BANDIT = "bandit"
 
 
 def units_of(
@@ -41,7 +41,7 @@ def units_of(
     bandit: str = "drmas.reproduce.bandit:run_bandit",
 ) -> list[Unit]:
     """The units of work in the folder `root`: the bandit's numbers, then the trials. `trial`, `bandit`: "module:function"."""
-    units = [Unit("bandit", root / "bandit", root / "bandit.json", bandit, options={"quick": quick})]
+    units = [Unit(BANDIT, root / "bandit", root / "bandit.json", bandit, options={"quick": quick})]
     for one in trials:
         folder = root / "trials" / one.key
         names = {"scenario": one.scenario, "method": one.method, "seed": one.seed}
@@ -86,7 +86,7 @@ def run_units(
     if retry_crashed:
         statuses = {key: status for key, status in statuses.items() if status != CRASHED}
     left = [unit for unit in units if unit.key not in statuses]
-    line = f"{len(units)} trials, {jobs} at a time: {len(units) - len(left)} done before, {len(left)} to run"
+    line = f"{_counted(units)}, {jobs} at a time: {len(units) - len(left)} done before, {len(left)} to run"
     if crashed := before.count(CRASHED):
         again = "are run again" if retry_crashed else "stay so; --retry-crashed runs them again"
         line += f"; {crashed} crashed before and {again}"
@@ -110,6 +110,39 @@ def status_of(unit: Unit) -> str | None:
     return None
 
 
+def kind_of(unit: Unit) -> str:
+    """Units of one kind take about as long: the bandit, all starts, and the trials of scenarios such as "maths-"."""
+    if unit.names.get("method") == START:
+        return START
+    return unit.key.partition("/")[0].partition("-")[0]
+
+
+def seconds_left(
+    waiting: Iterable[Unit], running: Iterable[tuple[Unit, float]], ended: Mapping[str, Sequence[float]], jobs: int
+) -> float | None:
+    """How long `jobs` at a time will take. `running`: with the seconds of each so far; `ended`: kind -> seconds of those.
+
+    A kind of which none has ended is taken to last as long as the trials that have. None: there is none of those either.
+    """
+    means = {kind: sum(seconds) / len(seconds) for kind, seconds in ended.items()}
+    of_trials = [each for kind, seconds in ended.items() if kind not in (BANDIT, START) for each in seconds]
+    left = []
+    for unit, spent in [*((unit, 0.0) for unit in waiting), *running]:
+        if (kind := kind_of(unit)) not in means and not of_trials:
+            return None
+        mean = means[kind] if kind in means else sum(of_trials) / len(of_trials)
+        left.append(max(mean - spent, 0.0))
+    return max(sum(left) / jobs, max(left, default=0.0))
+
+
+def _counted(units: Sequence[Unit]) -> str:
+    kinds = Counter(kind_of(unit) for unit in units)
+    bandit, starts = kinds.pop(BANDIT, 0), kinds.pop(START, 0)
+    trials = kinds.total()
+    parts = [f"{number} {word}{'s' * (number != 1)}" for number, word in ((trials, "trial"), (starts, "start")) if number]
+    return ", ".join([*parts, *["the bandit"] * bandit])
+
+
 def _check_order(units: Sequence[Unit]) -> None:
     earlier: set[str] = set()
     for unit in units:
@@ -130,8 +163,8 @@ class _Run:
     limit_seconds: float
     say: Callable[[str], None]
     workers: list[Worker] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    """Of each worker that ended."""
+    ended: dict[str, list[float]] = field(default_factory=dict)
+    """Kind -> the seconds of each worker that ended."""
 
     def run(self) -> None:
         try:
@@ -174,7 +207,7 @@ class _Run:
         else:
             worker.end()
             cause = f"took longer than {self.limit_seconds:g} s"
-        self.seconds.append(seconds)
+        self.ended.setdefault(kind_of(unit), []).append(seconds)
         replace_text(unit.folder / TIMING, json.dumps({"seconds": round(seconds, 3)}) + "\n")
         if (status := status_of(unit)) is None:
             self._crashed(unit, cause, seconds)
@@ -189,10 +222,9 @@ class _Run:
     def _done(self, unit: Unit, status: str, words: str, seconds: float) -> None:
         self.statuses[unit.key] = status
         line = f"{len(self.statuses):>{len(str(self.total))}}/{self.total}  {unit.key}  {words}  {seconds:.1f} s"
-        left = len(self.left) + len(self.workers)
-        if left and self.seconds:
-            mean = sum(self.seconds) / len(self.seconds)
-            line += f"  about {_spoken(mean * left / min(self.jobs, left))} left"
+        running = [(worker.unit, worker.seconds) for worker in self.workers]
+        if (self.left or running) and (left := seconds_left(self.left, running, self.ended, self.jobs)) is not None:
+            line += f"  about {_spoken(left)} left"
         self.say(line)
 
 

@@ -1,7 +1,7 @@
 """A trial's configuration: a packaged recipe, with the scenario's policies and the method's advantages put in.
 
 Within a scenario nothing but `advantage.preset` differs between methods; `single-agent` has another team, too. What the
-settings are, and how they were found, is said in `TUNING`, which the report prints.
+settings are, and how they were found, is said in `tuning`, which the report prints.
 """
 
 from __future__ import annotations
@@ -13,14 +13,6 @@ from typing import Any
 from drmas.config.load import load
 from drmas.config.schema import RunConfig
 from drmas.reproduce.plan import METHODS, SINGLE, START, Trial, scale
-
-TUNING = (
-    "No method was tuned on its own: all have one learning rate and one of everything else. The learning rate was picked "
-    "from 1e-4, 3e-4 and 1e-3 by the final reward of one run of grpo each on the maths team and on the search team, "
-    "shared policy, with a seed that is not among the report's (bench/reproduce_pilot.py: 0.77, 0.82, 0.80 and 0.71, "
-    "0.78, 0.81; of the two that came out equal, the smaller); if the choice favours a method, it is grpo. The warm "
-    "start's length and error rate were set by looking at the reward that it leaves the teams with."
-)
 
 _SOLVER = {"prompt": "{question}=", "parser": "text", "max_tokens": 4}
 _ALONE = {"prompt": "{question}{history}:", "parser": "text", "max_tokens": 4}

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from drmas.reproduce.words import CLAIMS, WORDS, Verdict, shown
+from drmas.reproduce.fit import SPLIT
+from drmas.reproduce.words import CLAIMS, KINDS, Verdict, shown
 from drmas.telemetry.eval_report import Table
 
 CHANGES = {
@@ -20,6 +21,7 @@ CHANGES = {
     "variation": "norm's variation",
     "imbalance": "imbalance",
 }
+SKIPPED = "updates of the method skipped, not finite"
 AGENT_COLUMNS = {
     "calls": ("calls per episode", ".2f"),
     "grad_mean": ("gradient norm", ".3g"),
@@ -30,21 +32,37 @@ AGENT_COLUMNS = {
     "inflation_mean": ("inflation", ".2f"),
     "inflation_p95": ("95th percentile", ".2f"),
     "inflation_above_2": ("share above 2", ".3f"),
+    "valid_first": ("valid turns, first", ".3f"),
+    "valid_last": ("valid turns, last", ".3f"),
+    "uncompared": ("rows compared with nothing", ".3f"),
 }
 
 
-def of_claims(found: Sequence[Verdict]) -> Table:
-    """Claims down, how often each word was said."""
-    rows = []
-    for claim in CLAIMS:
-        own = [one for one in found if one.claim == claim.key]
-        rows.append([claim.text, *(str(sum(one.word == word for one in own)) for word in WORDS)])
-    return Table("Claims, and the number of scenarios", ["claim", *WORDS], rows)
+KIND_TITLES = {
+    "training": "Claims about training",
+    "moments": "Claims about second moments",
+    "arithmetic": "Arithmetic that must hold",
+}
+
+
+def of_claims(found: Sequence[Verdict]) -> list[Table]:
+    """A table per kind: claims down, in how many scenarios each word was said."""
+    made = []
+    for kind, words in KINDS.items():
+        rows = []
+        for claim in CLAIMS:
+            if claim.kind == kind:
+                own = [one for one in found if one.claim == claim.key]
+                rows.append([claim.text, *(str(sum(one.word == word for one in own)) for word in words)])
+        made.append(Table(f"{KIND_TITLES[kind]}, and the number of scenarios", ["claim", *words], rows))
+    return made
 
 
 def of_verdicts(scenario: str, found: Sequence[Verdict]) -> Table:
     own = {one.claim: one for one in found if one.scenario == scenario}
-    rows = [[claim.text, own[claim.key].word, own[claim.key].numbers] for claim in CLAIMS]
+    rows = [
+        [claim.text, own[claim.key].word, own[claim.key].numbers] for kind in KINDS for claim in CLAIMS if claim.kind == kind
+    ]
     return Table("Claims here", ["claim", "verdict", "numbers"], rows)
 
 
@@ -69,11 +87,15 @@ def of_scenario(scenario: Mapping[str, Any]) -> list[Table]:
     if rows:
         found.append(Table("Differences by seed", ["methods", "seeds", *CHANGES.values()], rows))
     rows = [
-        [f"{name}: {agent}", *(_cell(numbers[key], own["final"], form) for key, (_, form) in AGENT_COLUMNS.items())]
+        [
+            f"{name}: {agent}",
+            *(_cell(numbers[key], own["final"], form) for key, (_, form) in AGENT_COLUMNS.items()),
+            f"{own['skipped']:g}",
+        ]
         for name, own in methods.items()
         for agent, numbers in own["agents"].items()
     ]
-    found.append(Table("Agents", ["method: agent", *(title for title, _ in AGENT_COLUMNS.values())], rows))
+    found.append(Table("Agents", ["method: agent", *(title for title, _ in AGENT_COLUMNS.values()), SKIPPED], rows))
     if scenario["moments"]:
         found.append(_second_moments(scenario["moments"]))
     return found
@@ -100,17 +122,22 @@ def of_fit(analysis: Mapping[str, Any]) -> list[Table]:
             f"{one['count']:,}",
             *(_plain(one[key], ".3f") for key in ("slope", "r2_log", "median_ratio")),
             shown(one["ratio"], ".2f"),
-            *(f"up to {one['median_predicted']:.2f}: {shown(one['ratio_low'], '.2f')}", shown(one["ratio_high"], ".2f")),
-            *(shown(one[key], ".2f") for key in ("pooled", "per_agent")),
+            *(shown(one[key], ".2f") for key in ("ratio_low", "ratio_high", "identity", "predicted", "covariance")),
+            *(shown(one[key], ".2f") for key in ("pooled", "per_agent", "excess")),
             str(one["zeros"]),
         ]
         for name, one in fits.items()
     ]
-    headers = ["scenario", "points", "slope", "R² (log)", "median ratio", "ratio", "small predictions", "large ones"]
-    headers += ["measured, pooled", "measured, per agent", "zeros"]
+    headers = ["scenario", "points", "slope", "R² (log)", "median ratio", "ratio", f"factors up to {SPLIT:g}"]
+    headers += ["larger ones", "measured / (factor + Δ)", "factor", "Δ", "measured, pooled", "measured, per agent"]
+    headers += ["pooled less per agent", "zeros"]
     bins = [
-        [f"{one['low']:.2f} to {one['high']:.2f}", f"{one['count']:,}"]
-        + [_plain(one[key], ".2f") for key in ("predicted", "pooled", "per_agent")]
+        [
+            f"{one['low']:.2f} to {one['high']:.2f}",
+            f"{one['count']:,}",
+            _plain(one["predicted"], ".2f"),
+            *(shown(one["over_seeds"][key], ".2f") for key in ("pooled", "per_agent")),
+        ]
         for one in analysis["moments"]["bins"]
     ]
     return [

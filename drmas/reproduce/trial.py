@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from tqdm import tqdm
 
 from drmas.agents.team import load_team
 from drmas.config.schema import RunConfig
@@ -29,12 +32,13 @@ from drmas.telemetry.sinks import read_metrics, replace_text
 PART = 5
 """A run's beginning and its end are the first and last fifth of its steps."""
 COLLAPSED = 0.5
-"""A mean reward at the end below this share of the one at the beginning counts as divergence."""
-MOMENTS = ("rows", "score", "predicted", "pooled", "per_agent", "own")
+"""A mean reward, or an agent's share of valid turns, below this share of what it was at the beginning counts as divergence."""
+MOMENTS = ("rows", "score", "predicted", "covariance", "pooled", "per_agent", "own")
 
 
 def run_trial(trial: Trial, root: Path, *, quick: bool) -> None:
     """Run it in `root`/trials/KEY and write its result last, at once. Raises what training or evaluation raise."""
+    tqdm.set_lock(threading.RLock())  # its own lock is a semaphore of the system, which a killed process leaves behind
     folder = root / "trials" / trial.key
     names = {"scenario": trial.scenario, "method": trial.method, "seed": trial.seed}
     result: dict[str, Any] = names | {"status": "ok", "error": None}
@@ -50,6 +54,8 @@ def run_trial(trial: Trial, root: Path, *, quick: bool) -> None:
         config = configure(trial, folder, quick=quick, models=models)
         run = train(config, overwrite=True)
         steps = read_metrics(run)
+        if len(steps) != config.train.steps:  # it was told to stop, by whoever shuts the machine down
+            raise RuntimeError(f"the run ended after {len(steps)} of {config.train.steps} steps")
         result |= measured(config, steps)
         exported = {name: run / "export" / name for name in config.policies}
         result["eval"] = {"before": before, "after": _evaluated(config, exported, folder)}
@@ -70,6 +76,7 @@ def measured(config: RunConfig, steps: Sequence[dict[str, Any]]) -> dict[str, An
             for agent, policy in policies.items()
         }
 
+    valid = column("rollout/{agent}/valid_share")
     rewards = [_number(step["reward/mean"]) for step in steps]
     skipped = sum(step.get(f"train/{policy}/skipped") or 0 for step in steps for policy in config.policies)
     return {
@@ -81,6 +88,8 @@ def measured(config: RunConfig, steps: Sequence[dict[str, Any]]) -> dict[str, An
         "rows": column("rollout/{agent}/rows"),
         "calls": column("rollout/{agent}/calls_per_episode"),
         "entropy": column("train/{policy}/{agent}/entropy"),
+        "valid": valid,
+        "uncompared": column("advantage/{agent}/uncompared_share"),
         "skipped": skipped,
         "parameters": {
             name: parameters(resolve_model(policy.model, seed=config.seed)) for name, policy in config.policies.items()
@@ -92,21 +101,27 @@ def measured(config: RunConfig, steps: Sequence[dict[str, Any]]) -> dict[str, An
             for agent in policies
             if step.get(f"moments/{agent}/rows")
         ],
-        **_divergence(rewards, skipped),
+        **_divergence(rewards, skipped, valid),
     }
 
 
-def _divergence(rewards: Sequence[float | None], skipped: float) -> dict[str, str]:
+def _divergence(rewards: Sequence[float | None], skipped: float, valid: Mapping[str, Sequence[float | None]]) -> dict[str, str]:
     """The status of a run that diverged, and why; nothing of any other."""
     if skipped:
         return {"status": "diverged", "error": f"{skipped:g} update(s) with a gradient that is not finite, which were skipped"}
     if any(reward is None for reward in rewards):
         return {"status": "diverged", "error": f"no finite reward in step {rewards.index(None) + 1}"}
-    part = max(1, len(rewards) // PART)
-    first, last = mean(rewards[:part]), mean(rewards[-part:])
-    if last < COLLAPSED * first:
-        return {"status": "diverged", "error": f"the mean reward fell from {first:.2f} to {last:.2f}"}
+    shares = {f"the share of valid turns of {agent}": _known(column) for agent, column in valid.items()}
+    for what, column in {"the mean reward": list(rewards), **shares}.items():
+        part = max(1, len(column) // PART)
+        first, last = (mean(column[:part]), mean(column[-part:])) if column else (0.0, 0.0)
+        if last < COLLAPSED * first:
+            return {"status": "diverged", "error": f"{what} fell from {first:.2f} to {last:.2f}"}
     return {}
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def _evaluated(config: RunConfig, models: dict[str, Path], folder: Path) -> dict[str, list[float]]:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from drmas.config.schema import EngineConfig
 from drmas.errors import EngineDied, EngineError, EngineStartError, SyncError
@@ -62,6 +64,8 @@ class TorchEngine:
         self._submitted: dict[str, _Request] = {}
         self._serving: asyncio.Task[None] | None = None
         self._busy = self._paused = False
+        self._computing = threading.Lock()
+        """Held while a batch is computed: no weight changes under it."""
         self._prompt_tokens = self._generated_tokens = 0
 
     def start(self) -> None:
@@ -71,9 +75,10 @@ class TorchEngine:
 
         logging.disable_progress_bar()
         try:
-            model = AutoModelForCausalLM.from_pretrained(self._model_path, dtype=getattr(torch, self._config.dtype))
-            self._tokenizer = AutoTokenizer.from_pretrained(self._model_path)
-        except (OSError, ValueError) as error:
+            dtype = getattr(torch, self._config.dtype)
+            model = AutoModelForCausalLM.from_pretrained(self._model_path, dtype=dtype, trust_remote_code=False)
+            self._tokenizer = AutoTokenizer.from_pretrained(self._model_path, trust_remote_code=False)
+        except (OSError, ValueError, SafetensorError) as error:
             raise EngineStartError(f"engine {self._name}: {self._model_path} can't be loaded: {error}") from error
         self._model = model.eval().requires_grad_(False).to(self._device)
         ends = self._model.generation_config.eos_token_id
@@ -97,7 +102,8 @@ class TorchEngine:
         try:
             return await request.future
         finally:
-            self._submitted.pop(key, None)
+            if self._submitted.get(key) is request:
+                del self._submitted[key]
 
     async def advance(self) -> list[str]:
         """See `Engine.advance`: everything that was submitted runs to its end."""
@@ -111,9 +117,11 @@ class TorchEngine:
         return not self._busy
 
     def pause(self) -> None:
-        """Start no further batch. There is nothing cached between two batches that had to be forgotten."""
+        """Start no further batch, and wait for the one that is computed. Nothing is cached between two batches."""
         self._check_alive()
         self._paused = True
+        with self._computing:
+            pass
 
     def resume(self) -> None:
         self._check_alive()
@@ -144,6 +152,7 @@ class TorchEngine:
     def take_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy all tensors, by their Hugging Face names, or none. SyncError: a name or shape that the model doesn't have, or a
         parameter that none is for."""
+        self._check_alive()
         own = self._model.state_dict()
         given = dict(tensors)
         for name, tensor in given.items():
@@ -153,8 +162,9 @@ class TorchEngine:
         filled = {own[name].data_ptr() for name in given}
         if missing := [name for name, mine in own.items() if mine.data_ptr() not in filled]:
             raise SyncError(f"engine {self._name} got no {missing[0]}, which its model has")
-        for name, tensor in given.items():
-            own[name].copy_(tensor)
+        with self._computing:
+            for name, tensor in given.items():
+                own[name].copy_(tensor)
 
     def _check_alive(self) -> None:
         if self._model is None:
@@ -176,7 +186,7 @@ class TorchEngine:
         batch = [self._submitted[key] for key in sorted(self._submitted)][: self._config.max_concurrent]
         self._busy = True
         try:
-            completions = await asyncio.get_running_loop().run_in_executor(None, self._complete, batch)
+            completions = await asyncio.get_running_loop().run_in_executor(None, self._complete, self._model, batch)
         except Exception as error:
             for request in batch:
                 _fail(request.future, EngineError(f"{request.key}: engine {self._name} failed: {error}"))
@@ -189,12 +199,17 @@ class TorchEngine:
         finally:
             self._busy = False
             for request in batch:
-                self._submitted.pop(request.key, None)
+                if self._submitted.get(request.key) is request:
+                    del self._submitted[request.key]
         return [request.key for request in batch]
 
-    @torch.inference_mode()
-    def _complete(self, batch: Sequence[_Request]) -> list[Completion]:
-        """Sample every request of the batch to its end. Prompts are padded on the left, so that all end in one column."""
+    def _complete(self, model: Any, batch: Sequence[_Request]) -> list[Completion]:
+        """Sample every request of the batch to its end, all with the same weights."""
+        with self._computing, torch.inference_mode():
+            return self._sample(model, batch)
+
+    def _sample(self, model: Any, batch: Sequence[_Request]) -> list[Completion]:
+        """Prompts are padded on the left, so that all end in one column."""
         width, version = max(len(request.prompt_ids) for request in batch), self.version
         ids = torch.zeros(len(batch), width, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -205,7 +220,7 @@ class TorchEngine:
         responses = [_Response(request.sampling, torch.Generator().manual_seed(request.seed % 2**63)) for request in batch]
         positions, cache = (mask.cumsum(1) - 1).clamp(min=0), {}
         while True:
-            output = self._model(
+            output = model(
                 input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **cache
             )
             ids = self._draw(output.logits[:, -1].float().cpu(), responses).to(self._device)

@@ -112,14 +112,17 @@ class Controller:
 
     def estimate(self, rows: list[Row], baselines: Baselines) -> Advantages:
         """Every row's advantage. Each rank computes the same from the same rows, what critics say of them, and baselines."""
-        values: dict[str, list[list[float]]] = {}
+        values: dict[str, list[list[float]] | None] = {}
         with self.timed("train"), span("advantage"):
             if self.estimator.needs_critic:
                 values = self.told(lambda: {name: self.values(policy, rows) for name, policy in self.policies.items()})
-            return self.estimator(rows, Evidence(values, baselines))
+            said = {name: own for name, own in values.items() if own is not None}
+            return self.estimator(rows, Evidence(said, baselines))
 
-    def values(self, policy: PolicyTrainer, rows: list[Row]) -> list[list[float]]:
-        """What the policy's critic says of its rows; the policy's first rank tells the others."""
+    def values(self, policy: PolicyTrainer, rows: list[Row]) -> list[list[float]] | None:
+        """What the policy's critic says of its rows, None without one; the policy's first rank tells the others."""
+        if policy.critic is None:
+            return None
         found = policy.values([row for row in rows if row.policy == policy.name])
         return found if policy.groups.whole.rank() == 0 else []
 
@@ -154,25 +157,33 @@ class Controller:
     def update_policy(self, policy: PolicyTrainer, rows: list[Row], values: Advantages) -> PolicyReport:
         """The step's optimiser updates of one policy; a frozen one is only measured (I11), one without rows idles (I4)."""
         report = PolicyReport(policy.version, trainable=policy.config.trainable)
-        batches = self.batches(policy.name, rows, values)
-        report.rows = sum(len(batch.rows) for batch in batches)
+        batches, frozen = [], []
+        if policy.config.trainable:
+            batches = self.batches(policy.name, rows, values)
+        else:  # there is no update to measure the gap in, and rows may have no advantage
+            frozen = [row for row in rows if row.policy == policy.name and row.trained and row.status == "ok"]
+        report.rows = sum(len(batch.rows) for batch in batches) + len(frozen)
         with span("train", policy.name), self.console.progress(f"train {policy.name}", report.rows) as on_rows:
-            # A frozen policy has no update to measure the gap in, and a second update comes too late to.
-            if batches and (not policy.config.trainable or self.config.train.updates_per_step > 1):
+            if frozen:
+                self.logprobs(policy, frozen, report)
+            if batches and self.config.train.updates_per_step > 1:  # a second update comes too late to measure the gap in
                 batches = self.scored(policy, batches, report)
-            for batch in batches if policy.config.trainable else ():
+            for batch in batches:
                 report.update(policy.update(batch, on_rows=on_rows))
         report.version, report.peak_memory_bytes = policy.version, peak_memory_bytes()
         return report
 
     def scored(self, policy: PolicyTrainer, batches: list[PolicyBatch], report: PolicyReport) -> list[PolicyBatch]:
         """The batches with the log-probs that the weights give their rows before the first of them changes these."""
-        rows = [row for batch in batches for row in batch.rows]
-        found = policy.logprobs(rows, [self.temperatures[row.agent] for row in rows])
-        report.logprob_gap(rows, found)
-        rest = iter(found)
+        rest = iter(self.logprobs(policy, [row for batch in batches for row in batch.rows], report))
         first, *later = [replace(batch, old_logprobs=[next(rest) for _ in batch.rows]) for batch in batches]
         return [replace(first, old_logprobs=None), *later]  # the first has the very weights: its ratio is exactly 1
+
+    def logprobs(self, policy: PolicyTrainer, rows: list[Row], report: PolicyReport) -> list[list[float]]:
+        """What the weights give the rows' tokens; their gap to the engine's goes into the report."""
+        found = policy.logprobs(rows, [self.temperatures[row.agent] for row in rows])
+        report.logprob_gap(rows, found)
+        return found
 
     def batches(self, policy: str, rows: list[Row], values: Advantages) -> list[PolicyBatch]:
         """What a policy is updated with in this step: one batch per update, each with its share of the tasks."""
@@ -187,7 +198,8 @@ class Controller:
 
     def batch(self, rows: list[Row], chosen: list[int], values: Advantages) -> PolicyBatch:
         mine, tokens = [rows[i] for i in chosen], values.tokens
-        learnt = tokens if tokens is not None and tokens.returns is not None else None  # else no critic was asked
+        asked = tokens is not None and tokens.returns is not None  # a critic, which not every policy has
+        learnt = tokens if asked and all(tokens.returns[i] is not None for i in chosen) else None
         return PolicyBatch(
             rows=mine,
             advantages=[values.of(i) for i in chosen],

@@ -21,7 +21,7 @@ from drmas.policy.batch import PolicyBatch
 from drmas.rollout.collector import Collector
 from drmas.rollout.engine import Engine
 from drmas.runtime.feed import Feed, mark_stale
-from drmas.runtime.probes import Baselines, baselines, probe_metrics
+from drmas.runtime.probes import Baselines, baselines, generated_tokens, probe_metrics
 from drmas.runtime.record import PolicyReport, StepRecord
 from drmas.telemetry.alarms import Alarms, append_alarms
 from drmas.telemetry.console import Console
@@ -135,7 +135,8 @@ class Driver:
         episodes = [episode for episode in played if episode.probe is None]
         agents = list(self.collector.team.agents)
         ahead = self.config.rollout.max_staleness > 0
-        metrics = record.metrics(episodes, values, agents=agents, peaks=self.peaks, ahead=ahead)
+        beside = generated_tokens(played) - generated_tokens(episodes)
+        metrics = record.metrics(episodes, values, agents=agents, peaks=self.peaks, ahead=ahead, probe_tokens=beside)
         metrics |= {"rollout/dropped_groups": self.feed.dropped - self.dropped, "rollout/groups_ahead": self.feed.ahead}
         self.dropped = self.feed.dropped
         metrics |= probe_metrics(played, self.collector.probes) | self.source.stats()

@@ -294,7 +294,7 @@ def _base_of(team: TeamConfig, agent: str) -> str:
 
 
 def _base_folder(config: RunConfig, policy: str) -> Path:
-    return resolve_model(config.policies[policy].model, seed=config.seed).absolute()
+    return resolve_model(config.policies[policy].model, seed=config.seed, key=f"policies.{policy}.model").absolute()
 
 
 def _trained(config: RunConfig, models: Mapping[str, Path], policy: str) -> bool:

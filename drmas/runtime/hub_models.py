@@ -1,8 +1,9 @@
 """Models by their name on the Hugging Face hub: the copy in the hub's cache, or one that is fetched into it.
 
 Only safetensors, configuration and tokenizer files are fetched: no pickles, and no code of a repository is ever run. A copy is
-used where it is whole, that is where all shards are there that its index names. Called by `models`; a dry run asks for
-`cached_config` alone and never fetches.
+used where it is whole, that is where all shards are there that its index names. A run keeps the commits of the copies that it
+began with (`models.json` in its folder) and takes no others, since a name's newest copy may be another model by the time that
+the run is resumed. Called by `models`; a dry run asks for `cached_config` alone and never fetches.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import re
 from pathlib import Path
 
+from drmas.envs.snapshots import HubError, cached, snapshot
 from drmas.errors import ModelError
 
 FILES = (
@@ -18,37 +20,58 @@ FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("chat_template.json", "chat_template.jinja"),
 )
-_SUBFOLDERS = "*/*"
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_ELSEWHERE = "where there is network, hf download {name} fetches it; or set policies.NAME.model to a Hugging Face folder"
+_FILES = {"repo_type": "model", "allow": FILES, "ignore": ["*/*"]}
+_PART = r"[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
+_NAME = re.compile(rf"(?!.*(?:--|\.\.|\.git$)){_PART}/{_PART}", re.ASCII)
 _INDEX = "model.safetensors.index.json"
 
 
 def is_hub_name(spec: str) -> bool:
-    """Whether `spec` has the form OWNER/MODEL. A folder of that name goes first (`models.resolve_model`)."""
+    """Whether `spec` is an OWNER/MODEL that the hub could have. A folder of that name goes first (`models.resolve_model`)."""
     return _NAME.fullmatch(spec) is not None
 
 
-def hub_folder(name: str) -> Path:
-    """The folder of the model `name` in the hub's cache, fetched if need be.
+def hub_folder(name: str, *, key: str, commit: str | None = None) -> Path:
+    """The folder of the model `name` in the hub's cache, fetched if need be: of `commit`, or of the newest one that is known.
 
-    ModelError: it isn't there whole and can't be fetched, or its repository has no safetensors.
+    ModelError: it isn't there whole and can't be fetched, or its repository has no safetensors. It says which `key` to change.
     """
-    folder = _snapshot(name)
+    folder = cached(name, revision=commit, **_FILES)
     if folder is not None and is_whole(folder):
         return folder
-    folder = _fetch(name)
+    elsewhere = (
+        f"where there is network, hf download {name}{f' --revision {commit}' if commit else ''} fetches it; or set {key} to a "
+        "Hugging Face folder"
+    )
+    folder = _fetch(name, key, commit, elsewhere)
     if lacking := missing_files(folder):  # also where the hub can't be reached: then what the cache has comes back
         raise ModelError(
-            f"model {name!r}: {folder} lacks {', '.join(lacking)}, and no more could be fetched; {_ELSEWHERE.format(name=name)}"
+            f"{key}: model {name!r}: {folder} lacks {', '.join(lacking)}, and no more could be fetched; {elsewhere}"
         )
     return folder
 
 
 def cached_config(name: str) -> Path | None:
     """The cache's folder of the model, if its config.json is there; its weights may be missing."""
-    folder = _snapshot(name)
+    folder = cached(name, repo_type="model", allow=["config.json"])
     return folder if folder is not None and (folder / "config.json").is_file() else None
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit of a folder of the hub's cache; None of any other."""
+    return folder.name if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--") else None
+
+
+def read_commits(run_dir: Path) -> dict[str, str]:
+    """Name -> commit of the hub's models that the run began with; empty where it hasn't begun, or has none of them."""
+    file = run_dir / "models.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def write_commits(run_dir: Path, commits: dict[str, str]) -> None:
+    """What `read_commits` reads; no file where there are none."""
+    if commits:
+        (run_dir / "models.json").write_text(json.dumps(commits, indent=2) + "\n")
 
 
 def is_whole(folder: Path) -> bool:
@@ -56,46 +79,39 @@ def is_whole(folder: Path) -> bool:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What the folder lacks of config.json and the safetensors files that its index names, or of the one without an index."""
+    """What the folder lacks of config.json and the safetensors files that its index names, or of the one without an index.
+
+    ModelError: the index names none.
+    """
     weights = {"model.safetensors"}
     if (folder / _INDEX).is_file():
-        weights = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
+        weights = _indexed(folder / _INDEX)
     return [name for name in ("config.json", *sorted(weights)) if not (folder / name).is_file()]
 
 
-def _snapshot(name: str) -> Path | None:
-    """The newest copy that the cache knows of; the network isn't asked."""
-    from huggingface_hub import errors, snapshot_download
-
+def _indexed(index: Path) -> set[str]:
     try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (errors.LocalEntryNotFoundError, OSError):
-        return None
+        files = json.loads(index.read_text())["weight_map"].values()
+        return {str(file) for file in files}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{index} has no weight_map; expected one of tensors to safetensors files: fetch the model anew"
+        ) from error
 
 
-def _fetch(name: str) -> Path:
-    import httpx
-    from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.constants import is_offline_mode
-
+def _fetch(name: str, key: str, commit: str | None, elsewhere: str) -> Path:
     try:
-        return Path(snapshot_download(name, allow_patterns=list(FILES), ignore_patterns=[_SUBFOLDERS]))
-    except errors.GatedRepoError as error:
+        return snapshot(name, revision=commit, **_FILES)
+    except HubError as error:
+        which = f"{key}: model {name!r}"
+        copy = f"whole copy of its commit {commit}, with which the run began," if commit else "whole copy of it,"
         raise ModelError(
-            f"model {name!r} is gated; accept its terms on the hub and set HF_TOKEN, or set policies.NAME.model to a folder"
+            {
+                "name": f"{which} is no folder here, and no name that the hub could have; expected a folder or a name such as "
+                "Qwen/Qwen3-4B",
+                "gated": f"{which} is gated; accept its terms on the hub and set HF_TOKEN, or set {key} to a folder",
+                "unknown": f"{which} is no folder here, and the hub has no such model, or it is private; expected a folder or "
+                "a public name such as Qwen/Qwen3-4B, or HF_TOKEN in the environment",
+                "unreachable": f"{which} is no folder here, the hub's cache has no {copy} and {error}; {elsewhere}",
+            }[error.kind]
         ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ModelError(
-            f"model {name!r} is no folder here, and the hub has no such model, or it is private; expected a folder or a public "
-            "name such as Qwen/Qwen3-4B, or HF_TOKEN in the environment"
-        ) from error
-    except (OSError, httpx.HTTPError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
-        why = "HF_HUB_OFFLINE is set" if is_offline_mode() else f"the hub can't be reached ({_first_line(error)})"
-        raise ModelError(
-            f"model {name!r} is no folder here, the hub's cache has no whole copy of it, and {why}; "
-            f"{_ELSEWHERE.format(name=name)}"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

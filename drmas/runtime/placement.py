@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from drmas.agents.team import TeamConfig
+from drmas.config.derived import COMPANIONS
 from drmas.config.schema import CriticConfig, EngineConfig, LossOverrides, PolicyConfig, RunConfig
 from drmas.core.estimators import Estimator, resolve
+from drmas.core.estimators.roles import Roles
 from drmas.core.stack import Stack
 from drmas.errors import ConfigError, ModelError
 from drmas.policy import host_platform
@@ -21,10 +24,13 @@ from drmas.policy.architecture import read_architecture
 from drmas.policy.convert import frozen_names, slots
 from drmas.policy.megatron_config import policy_stack
 from drmas.runtime import memory
+from drmas.runtime.hub_models import is_whole
 from drmas.runtime.models import resolve_model
 from drmas.telemetry.trace import Steps
 from drmas_kernels.backend import choose
 
+_COUNTERS = {"failed": "failed episodes", "probe_failed": "failed episodes of baselines"}
+"""Metrics that would be an agent's of that name."""
 FindModel = Callable[..., Path]
 """`models.resolve_model`, or `models.sketched_model` where a model's shape is all that is wanted."""
 
@@ -42,6 +48,8 @@ def check(config: RunConfig, team: TeamConfig, *, world: int) -> None:
     if config.telemetry.profile is not None:
         Steps.parse(config.telemetry.profile)
     for name, agent in team.agents.items():
+        if name in _COUNTERS:
+            raise ConfigError(f"an agent can't be called {name}: rollout/{name}/KIND counts {_COUNTERS[name]}")
         if (agent.max_staleness or 0) > config.rollout.max_staleness:
             raise ConfigError(
                 f"team.{name}.max_staleness is {agent.max_staleness}, rollout.max_staleness is {config.rollout.max_staleness}; "
@@ -55,8 +63,29 @@ def check(config: RunConfig, team: TeamConfig, *, world: int) -> None:
                 f"team.{name}.max_tokens is {agent.max_tokens}, which leaves no room for a prompt: "
                 f"policies.{agent.policy}.engine.max_model_tokens is {room}"
             )
-        if name == "failed":
-            raise ConfigError("an agent can't be called failed: rollout/failed/KIND counts failed episodes")
+
+
+def run_estimator(config: RunConfig, team: TeamConfig) -> Estimator:
+    """What the run makes advantages with. ConfigError: settings that it has no use for, or dynamic sampling, which would drop
+    groups that it learns from."""
+    learns = {name for name, policy in config.policies.items() if policy.trainable}
+    trained = [name for name, agent in team.agents.items() if agent.trainable and agent.policy in learns]
+    estimator = resolve(**config.advantage.model_dump(exclude_none=True), team=list(team.agents), trained=trained)
+    for name in team.agents if config.rollout.dynamic.enabled else ():
+        if _of(estimator, name).equal_groups_teach:
+            key, settings = "advantage", config.advantage
+            if name in settings.agents:
+                key, settings = f"advantage.agents.{name}", settings.agents[name]
+            raise ConfigError(
+                f"rollout.dynamic.enabled is true and {key}.preset is {settings.preset!r}, which learns from groups whose "
+                "rewards are all equal, too; dynamic sampling would drop them: set rollout.dynamic.enabled to false, or "
+                f"{key}.preset to one that compares the rewards of a group"
+            )
+    return estimator
+
+
+def _of(estimator: Estimator, agent: str) -> Estimator:
+    return estimator.of(agent) if isinstance(estimator, Roles) else estimator
 
 
 def policy_ranks(config: RunConfig, world: int) -> dict[str, list[int]]:
@@ -117,18 +146,65 @@ def _stack(name: str, policy: PolicyConfig, ranks: int) -> Stack:
 
 
 def notes(config: RunConfig, team: TeamConfig, *, world: int, gpu: bool | None = None) -> list[str]:
-    """Settings that have no effect in this run or on this machine, a sentence each. `gpu` as in `describe`."""
+    """Settings that have no effect in this run or on this machine, and what a preset brought along, a sentence each.
+
+    `gpu` as in `describe`.
+    """
     gpu = not host_platform.is_host() if gpu is None else gpu
     found = []
     if not any(policy.trainable for policy in config.policies.values()):
         found.append("no policy is trainable; the run samples and trains nothing")
-    if config.telemetry.profile is not None and Steps.parse(config.telemetry.profile).last > config.train.steps:
+    known = config.train.epochs is None  # else the steps aren't: the data can't be read here
+    if known and config.telemetry.profile is not None and Steps.parse(config.telemetry.profile).last > config.train.steps:
         found.append(f"telemetry.profile is {config.telemetry.profile}; the run has {config.train.steps} steps to trace")
     if config.warm_start is not None and any(policy.lora for policy in config.policies.values()):
         found.append("the warm start gives every policy with adapters a base of its own; bases aren't shared in memory then")
+    found += _brought(config)
+    for name, agent in team.agents.items():
+        if agent.length_buffer == 0 and agent.length_penalty != type(agent).model_fields["length_penalty"].default:
+            found.append(f"team.{name}.length_penalty has no effect: length_buffer is 0")
     for name, ranks in policy_ranks(config, world).items():
         found += [f"policies.{name}.{key} has no effect: {why}" for key, why in _idle_keys(config, team, name, len(ranks), gpu)]
     return found
+
+
+def _brought(config: RunConfig) -> Iterator[str]:
+    """Which settings of other sections a preset comes with, and which of these the run has otherwise."""
+    chosen = {"advantage": config.advantage.preset}
+    chosen |= {f"advantage.agents.{name}": own.preset for name, own in config.advantage.agents.items()}
+    for key, preset in chosen.items():
+        if preset not in COMPANIONS or (key != "advantage" and preset == config.advantage.preset):
+            continue
+        wanted = dict(_leaves(COMPANIONS[preset]))
+        otherwise = {name: own for path, value in wanted.items() for name, own in _places(config, path) if own != value}
+        said = f"{key}.preset is {preset}, which comes with "
+        if key != "advantage":
+            said = f"{key}.preset is {preset}, which sets nothing else for a single agent; as the run's it comes with "
+        said += _list({".".join(path): value for path, value in wanted.items()})
+        yield f"{said}; here {_list(otherwise)}" if otherwise else f"{said}; so it is here"
+
+
+def _places(config: RunConfig, path: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The value at a key, and those that policies have instead of it."""
+    section: Any = config
+    for name in path:
+        section = getattr(section, name)
+    yield ".".join(path), section
+    for policy, settings in config.policies.items() if path[0] == "loss" else ():
+        if (own := getattr(settings.loss, path[-1], None)) is not None:
+            yield f"policies.{policy}.{'.'.join(path)}", own
+
+
+def _leaves(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def _list(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {'unset' if value is None else str(value).lower()}" for name, value in settings.items())
 
 
 def _idle_keys(config: RunConfig, team: TeamConfig, name: str, ranks: int, gpu: bool) -> Iterator[tuple[str, str]]:
@@ -148,29 +224,27 @@ def _idle_keys(config: RunConfig, team: TeamConfig, name: str, ranks: int, gpu: 
         yield "offload_optimizer", "the trainer runs on a CPU"
     if policy.lr_schedule == "constant" and policy.lr_min:
         yield "lr_min", "lr_schedule is constant"
-    if policy.loss.kl_coefficient is not None and not _measures_kl(config, policy):
+    if policy.loss.kl_coefficient is not None and not measures_kl(config, policy):
         yield "loss.kl_coefficient", "no loss.kl is set for a policy that is trained"
     if policy.loss != LossOverrides() and not policy.trainable:
         yield "loss", "trainable is false"
-    if policy.reference is not None and not _measures_kl(config, policy):
+    if policy.reference is not None and not measures_kl(config, policy):
         yield "reference", "no loss.kl is set for a policy that is trained"
     if policy.critic != CriticConfig() and not has_critic(config, team, name):
         yield "critic", "only policies with an agent under advantage.preset ppo have one"
 
 
-def _measures_kl(config: RunConfig, policy: PolicyConfig) -> bool:
+def measures_kl(config: RunConfig, policy: PolicyConfig) -> bool:
+    """Whether the policy is trained with a KL term."""
     return policy.trainable and (policy.loss.kl or config.loss.kl) is not None
 
 
 def has_critic(config: RunConfig, team: TeamConfig, name: str) -> bool:
     """Whether the policy is trained and takes the advantages of one of its agents from a critic."""
 
-    def learns_one(agent: str) -> bool:
-        settings = config.advantage.agents.get(agent, config.advantage).model_dump(exclude_none=True, exclude={"agents"})
-        return resolve(**settings, team=list(team.agents)).needs_critic
-
+    estimator = resolve(**config.advantage.model_dump(exclude_none=True), team=list(team.agents))
     speakers = [agent for agent, settings in team.agents.items() if settings.policy == name]
-    return config.policies[name].trainable and any(map(learns_one, speakers))
+    return config.policies[name].trainable and any(_of(estimator, agent).needs_critic for agent in speakers)
 
 
 def describe(
@@ -185,8 +259,8 @@ def describe(
 ) -> dict[str, str]:
     """Label -> line. ModelError: a model of a family or shape that the trainer can't take in this layout.
 
-    `find(spec, seed=...)` gives the folders of references and critics, of which their shape is read. `gpu`: whether every rank
-    has one; if None, whether this machine does.
+    `find(spec, seed=..., key=...)` gives the folders of references and critics, of which their shape is read. `gpu`: whether
+    every rank has one; if None, whether this machine does.
     """
     rollout, agents = config.rollout, team.agents
     gpu = not host_platform.is_host() if gpu is None else gpu
@@ -272,7 +346,7 @@ def _parts(
     model = memory.Model(str(folder), read_architecture(folder), _frozen_share(folder, policy.freeze))
     model.architecture.check_layout(policy, policy=name)
     reference = critic = None
-    if _measures_kl(config, policy) and policy.lora is None:
+    if measures_kl(config, policy) and policy.lora is None:
         reference = _companion(config, name, "reference", policy.reference, model, find)
     if has_critic(config, team, name):
         critic = _companion(config, name, "critic.model", policy.critic.model, model, find)
@@ -288,7 +362,7 @@ def _companion(config: RunConfig, name: str, key: str, spec: str | None, model: 
     """The model beside a policy's own that reads the same tokens: `spec`, or the policy's own where unset."""
     if spec is None:
         return model
-    folder = find(spec, seed=config.seed).absolute()
+    folder = find(spec, seed=config.seed, key=f"policies.{name}.{key}").absolute()
     architecture = read_architecture(folder)
     architecture.check_layout(config.policies[name], policy=name)
     if architecture.vocab != model.architecture.vocab:
@@ -300,7 +374,7 @@ def _companion(config: RunConfig, name: str, key: str, spec: str | None, model: 
 
 
 def parameters(folder: Path) -> int:
-    """How many numbers the folder's safetensors files hold, from their headers alone; without any, how many they would."""
+    """How many numbers the folder's safetensors files hold, from their headers alone; if some lack, how many they would."""
     return sum(_tensors(folder).values())
 
 
@@ -312,8 +386,8 @@ def _frozen_share(folder: Path, patterns: list[str]) -> float:
 
 
 def _tensors(folder: Path) -> dict[str, int]:
-    """Name -> how many numbers, of all the folder's safetensors files, or of the architecture where there is none yet."""
-    if not any(folder.glob("*.safetensors")):
+    """Name -> how many numbers, of all the folder's safetensors files, or of the architecture where some aren't there yet."""
+    if not is_whole(folder):
         every = (tensor for slot in slots(read_architecture(folder)) for tensor in slot.tensors)
         return {name: math.prod(shape) for name, shape in every}
     sizes = {}

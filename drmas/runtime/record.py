@@ -14,15 +14,17 @@ from typing import Any
 
 from drmas.core.advantages import Advantages
 from drmas.core.diagnostics import agent_summary, inflation_factors
+from drmas.core.means import mean_of
 from drmas.core.moments import AgentMoments
 from drmas.policy.batch import UpdateResult
 from drmas.policy.gaps import Gap, is_fresh
+from drmas.runtime.probes import generated_tokens
 from drmas.types import Episode, Row, rows_of
 from drmas.weights.sync import SyncResult
 
 Metrics = dict[str, float | None]
 
-_ADVANTAGE_KEYS = ("row_sum", "constant_share", "singleton_share", "uncompared_share")
+_ADVANTAGE_KEYS = ("row_sum", "constant_share", "singleton_share", "uncompared_share", "without_baseline")
 _GAP_KEYS = ("logprob_gap_mean", "logprob_gap_max")
 """Of the loss, which measures from whatever the ratio is formed with, on all rows; `Gap` has those that count."""
 _COUNTS = ("tokens", "computed_tokens", "tokens_saved", "flops", "skipped", "critic_skipped")
@@ -104,16 +106,18 @@ class StepRecord:
         agents: Sequence[str],
         peaks: Mapping[str, float] = MappingProxyType({}),
         ahead: bool = False,
+        probe_tokens: int = 0,
     ) -> Metrics:
         """The step's flat metrics, in the order in which a person reads them.
 
         `peaks`: FLOP/s of each policy's devices. `ahead`: episodes ran while earlier steps were trained, so that the time in
-        which they were waited for says nothing of how fast they were.
+        which they were waited for says nothing of how fast they were. `probe_tokens`: what episodes beside these generated in
+        the same time.
         """
         rows = rows_of(list(episodes))
         finished = [episode for episode in episodes if episode.failure is None]
-        metrics: Metrics = {"reward/mean": _mean([episode.reward for episode in finished])}
-        metrics |= self._rollout(episodes, self.seconds["step" if ahead else "rollout"])
+        metrics: Metrics = {"reward/mean": mean_of([episode.reward for episode in finished])}
+        metrics |= self._rollout(episodes, probe_tokens, self.seconds["step" if ahead else "rollout"])
         metrics |= self._agents(agents, episodes, rows, values)
         for agent, moments in self.moments.items():
             metrics |= {f"moments/{agent}/{name}": value for name, value in asdict(moments).items()}
@@ -126,15 +130,15 @@ class StepRecord:
         metrics |= {f"time/{phase}_seconds": self.seconds[phase] for phase in phases}
         return metrics
 
-    def _rollout(self, episodes: Sequence[Episode], seconds: float) -> Metrics:
-        generated = sum(len(turn.response_ids) for episode in episodes for turn in episode.turns)
+    def _rollout(self, episodes: Sequence[Episode], probe_tokens: int, seconds: float) -> Metrics:
+        generated = generated_tokens(episodes)
         uses = [use for episode in episodes if episode.failure is None for use in episode.tool_uses]
         gaps = list(self._gaps().values())
         tokens = sum(gap.tokens for gap in gaps)
         metrics: Metrics = {
             "rollout/episodes": len(episodes),
             "rollout/tokens": generated,
-            "rollout/tokens_per_second": _ratio(generated, seconds),
+            "rollout/tokens_per_second": _ratio(generated + probe_tokens, seconds),
             "rollout/logprob_gap_mean": _ratio(sum(gap.total for gap in gaps), tokens),
             "rollout/logprob_gap_max": max((gap.largest for gap in gaps), default=None),
             "rollout/retried": sum(episode.retried for episode in episodes),
@@ -174,7 +178,7 @@ class StepRecord:
         lags = [reports[row.policy].before - version for row in finished if row.policy in reports for version in row.versions]
         if lags:
             metrics |= {"version_lag_mean": math.fsum(lags) / len(lags), "version_lag_max": max(lags)}
-            metrics["mixed_version_share"] = _mean([len(set(row.versions)) > 1 for row in finished])
+            metrics["mixed_version_share"] = mean_of([len(set(row.versions)) > 1 for row in finished])
         return metrics
 
     def gap_rows(self) -> dict[str, list[str]]:
@@ -213,13 +217,13 @@ def _conduct(agent: str, episodes: Sequence[Episode]) -> Metrics:
             "prompt_tokens": sum(len(turn.prompt_ids) for turn in every),
             "response_tokens": sum(len(turn.response_ids) for turn in every),
             "seconds": math.fsum(turn.seconds for turn in every),
-            "truncated_share": _mean([turn.finish_reason == "length" for turn in turns]),
-            "valid_share": _mean([turn.valid for turn in turns]),
+            "truncated_share": mean_of([turn.finish_reason == "length" for turn in turns]),
+            "valid_share": mean_of([turn.valid for turn in turns]),
             "invalid": sum(not turn.valid for turn in turns),
             "tool_calls_per_episode": _ratio(len(uses), len(finished)),
         }
     if uses:
-        metrics["tool_errors_share"] = _mean([not use.ok for use in uses])
+        metrics["tool_errors_share"] = mean_of([not use.ok for use in uses])
     return metrics
 
 
@@ -263,12 +267,8 @@ def _merge(parts: Sequence[dict[str, float]]) -> Metrics:
             merged[name] = min(column)
         else:
             weighted = math.fsum(value * count for value, count in zip(column, tokens, strict=True))
-            merged[name] = weighted / math.fsum(tokens) if any(tokens) else _mean(column)
+            merged[name] = weighted / math.fsum(tokens) if any(tokens) else mean_of(column)
     return merged
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

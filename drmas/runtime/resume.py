@@ -28,7 +28,6 @@ from typing import Any
 
 from drmas.agents.team import TeamConfig
 from drmas.agents.user_code import is_file_spec, split_spec
-from drmas.core.estimators.base import Estimator
 from drmas.errors import CheckpointError
 from drmas.policy import checkpoint, folders
 from drmas.policy.broadcast import Broadcast
@@ -256,19 +255,6 @@ class Checkpoints:
         except CheckpointError:
             return False
         return True
-
-
-def restore_estimator(estimator: Estimator, driver: Mapping[str, Any]) -> None:
-    """Have `estimator` go on from what a checkpoint's `driver.json` holds.
-
-    CheckpointError: it keeps something from step to step, and the checkpoint has none of it, or that of another estimator.
-    """
-    if "estimator" not in driver and estimator.state():
-        raise CheckpointError(
-            f"the checkpoint has no state of the advantage estimator, which keeps {', '.join(estimator.state())} from step to "
-            "step; it can't be continued under this advantage.preset: start another run under another --name"
-        )
-    estimator.restore(driver.get("estimator", {}))
 
 
 def saved_steps(run_dir: Path) -> list[int]:

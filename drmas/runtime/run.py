@@ -21,7 +21,7 @@ from drmas.agents.team import TeamConfig, check_policies, check_tools, load_team
 from drmas.agents.user_code import split_spec
 from drmas.config.schema import LossConfig, LossOverrides, PolicyConfig, RunConfig
 from drmas.config.tasks import PythonTool
-from drmas.core.estimators import Estimator, resolve
+from drmas.core.estimators import Estimator
 from drmas.envs.rewards import check_reward, make_reward
 from drmas.envs.source import TaskSource
 from drmas.errors import CheckpointError
@@ -40,10 +40,11 @@ from drmas.runtime.driver import Driver
 from drmas.runtime.engines import open_engine
 from drmas.runtime.epochs import in_steps
 from drmas.runtime.folder import RunFolder
+from drmas.runtime.hub_models import commit_of, is_hub_name, read_commits, write_commits
 from drmas.runtime.models import load_tokenizer, resolve_model
-from drmas.runtime.placement import check, describe, has_critic, notes, policy_ranks
+from drmas.runtime.placement import check, describe, has_critic, notes, policy_ranks, run_estimator
 from drmas.runtime.preview import planned_ranks, preview
-from drmas.runtime.resume import Checkpoints, restore_estimator
+from drmas.runtime.resume import Checkpoints
 from drmas.runtime.tools import make_tools
 from drmas.runtime.warm_start import Teacher, warm_start
 from drmas.telemetry.alarms import Alarms, keep_alarms_until
@@ -59,7 +60,7 @@ from drmas.weights.sync import WeightSync
 def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, dry_run: bool = False) -> Path:
     """Run the whole job; returns the run's folder. Raises UserError kinds for what the user can mend."""
     team = load_team(config.team)
-    estimator = resolve(**config.advantage.model_dump(exclude_none=True), team=list(team.agents))
+    estimator = run_estimator(config, team)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     world = (dry_run and planned_ranks(config)) or world
     console = Console(quiet=rank != 0)
@@ -71,9 +72,6 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, d
         preview(config, team, estimator, console, world=world)
         return Path(config.output) / config.name
     check(config, team, world=world)
-    config = in_steps(config)
-    for note in notes(config, team, world=world):
-        console.note(note)
     if rank != 0:  # the first interrupt ends the run after its step, by rank 0's word; torchrun sends it to every rank
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -124,6 +122,7 @@ class Job:
         self.groups = Groups()
         self.ranks = policy_ranks(config, world)
         self.layouts = {name: self.layout(policy, self.ranks[name]) for name, policy in config.policies.items()}
+        self.commits: dict[str, str] = {}
         self.references: dict[Any, Reference] = {}
         self.source: TaskSource | None = None
         self.driver: Driver | None = None
@@ -132,8 +131,9 @@ class Job:
     def run(self, *, resume: bool, overwrite: bool) -> None:
         start = self.share(lambda: self.prepare(resume=resume, overwrite=overwrite))
         state, folders = start["state"], {name: Path(path) for name, path in start["folders"].items()}
+        self.config, self.commits = in_steps(self.config, start["tasks"]), start["commits"]
         if state:
-            restore_estimator(self.estimator, state["driver"])
+            self.estimator.restore(state["driver"]["estimator"])
         if self.config.warm_start:
             folders = self.warm_start(folders)
         policies = self.build(self.config.policies, folders)
@@ -163,16 +163,34 @@ class Job:
 
     def prepare(self, *, resume: bool, overwrite: bool) -> dict[str, Any]:
         """Everything that can be refused before anything heavy starts; writes the run's settings when all of it is sound."""
+        self.source = TaskSource(self.config.data, seed=self.config.seed, curriculum=self.config.curriculum)
+        tasks = len(self.source)
+        self.config = self.folder.config = in_steps(self.config, tasks)
+        for note in notes(self.config, self.team, world=self.world):
+            self.console.note(note)
         self.folder.open(resume=resume, overwrite=overwrite)
         state = self.checkpoints.latest() if resume else None
-        self.source = TaskSource(self.config.data, seed=self.config.seed, curriculum=self.config.curriculum)
         _check_reward(self.config, self.source)
-        folders = _folders(self.config)
-        self.console.start(describe(self.config, self.team, self.estimator, world=self.world, folders=folders))
+        self.commits = read_commits(self.folder.path)
+        folders = {
+            name: self.find_model(policy.model, seed=self.config.seed, key=f"policies.{name}.model")
+            for name, policy in self.config.policies.items()
+        }
+        lines = describe(self.config, self.team, self.estimator, world=self.world, folders=folders, find=self.find_model)
+        self.console.start(lines)
         if resume and state is None:
             self.console.note("no checkpoint yet; starting at step 1")
         self.folder.settle()
-        return {"state": state, "folders": {name: str(path) for name, path in folders.items()}}
+        write_commits(self.folder.path, self.commits)
+        paths = {name: str(path) for name, path in folders.items()}
+        return {"state": state, "tasks": tasks, "commits": self.commits, "folders": paths}
+
+    def find_model(self, spec: str, *, seed: int, key: str) -> Path:
+        """The folder of a model, of the hub's the copy that the run began with: a newer one would be another model (I9)."""
+        folder = resolve_model(spec, seed=seed, key=key, commit=self.commits.get(spec)).absolute()
+        if (commit := commit_of(folder)) is not None and is_hub_name(spec):
+            self.commits[spec] = commit
+        return folder
 
     def layout(self, policy: PolicyConfig, ranks: Sequence[int]) -> PolicyGroups | None:
         sizes = {"tp": policy.tensor_parallel, "pp": policy.pipeline_parallel, "cp": policy.context_parallel}
@@ -213,16 +231,16 @@ class Job:
         """The policy's critic, where advantages come from one."""
         if not has_critic(self.config, self.team, name):
             return None
-        model = resolve_model(config.critic.model, seed=self.config.seed).absolute() if config.critic.model else folder
-        layout, seed = self.layouts[name], self.config.seed
+        spec, layout, seed = config.critic.model, self.layouts[name], self.config.seed
+        model = self.find_model(spec, seed=seed, key=f"policies.{name}.critic.model") if spec else folder
         return Critic(name, config, model_path=model, layout=layout, seed=seed, total_steps=total_steps)
 
     def reference(self, name: str, config: PolicyConfig, folder: Path) -> Reference | None:
         """The frozen model that the policy's KL term measures from, where it needs one; equal ones are loaded once."""
         if not config.trainable or config.lora is not None or (config.loss.kl or self.config.loss.kl) is None:
             return None
-        model = resolve_model(config.reference, seed=self.config.seed).absolute() if config.reference else folder
-        layout = self.layouts[name]
+        spec, layout = config.reference, self.layouts[name]
+        model = self.find_model(spec, seed=self.config.seed, key=f"policies.{name}.reference") if spec else folder
         how = ("dtype", "sequence_parallel", "attention", "fp8", "prefix_sharing", "tokens_per_microbatch")
         key = (model, layout.ranks, *layout.sizes().values(), *(getattr(config, each) for each in how))
         if key not in self.references:
@@ -365,10 +383,6 @@ class Job:
 def _check_reward(config: RunConfig, source: TaskSource) -> None:
     data = config.eval.data
     check_reward(config.reward, source.examples(), lambda: TaskSource(data, seed=config.seed).examples() if data else [])
-
-
-def _folders(config: RunConfig) -> dict[str, Path]:
-    return {name: resolve_model(policy.model, seed=config.seed).absolute() for name, policy in config.policies.items()}
 
 
 def _tokenizers(folders: Mapping[str, Path]) -> dict[str, Any]:

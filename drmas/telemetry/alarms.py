@@ -3,6 +3,7 @@
     spike       the agent's gradient norm is a multiple of its running median, or isn't finite
     collapse    its entropy, or its mean response length, is a small share of its running median
     idle        it had no rows for some steps in a row
+    baseline    none of its rows has an advantage, because what they are compared with failed or isn't there
     constant    next to none of its rows were compared with others, for some steps in a row
     truncation  many of its turns were cut at the length limit
     mismatch    on fresh rows the engine's log-probs are far from the trainer's
@@ -38,7 +39,7 @@ ROWS = 10
 FEWEST = 5
 """Steps that a median needs, where the window isn't shorter."""
 
-Kind = Literal["spike", "collapse", "idle", "constant", "truncation", "mismatch"]
+Kind = Literal["spike", "collapse", "idle", "baseline", "constant", "truncation", "mismatch"]
 
 
 class Limits(Protocol):
@@ -148,6 +149,8 @@ class Alarms:
                     found.append(self._collapse(agent, key, value, "response length", "tokens"))
                 case ["rollout", agent, "rows"]:
                     found.append(self._idle(agent, key, value))
+                case ["advantage", agent, "without_baseline"]:
+                    found.append(self._baseline(agent, key, value, metrics))
                 case ["advantage", agent, "uncompared_share"]:
                     found.append(self._constant(agent, key, value))
                 case ["rollout", agent, "truncated_share"]:
@@ -180,6 +183,14 @@ class Alarms:
         if steps < self.limits.idle_steps:
             return None
         return _Cause("idle", agent, key, f"no rows for {steps} steps", float(steps), float(self.limits.idle_steps))
+
+    def _baseline(self, agent: str, key: str, value: float | None, metrics: Metrics) -> _Cause | None:
+        """A frozen agent's rows need no advantage."""
+        if not value or value != metrics.get(f"rollout/{agent}/rows") or metrics.get(f"rollout/{agent}/frozen"):
+            return None
+        failed = [name for name, count in metrics.items() if name.startswith("rollout/probe_failed/") and count]
+        why = f"their baseline episodes failed ({', '.join(failed)})" if failed else "no baseline covers them"
+        return _Cause("baseline", agent, key, f"none of {value:g} rows has an advantage: {why}", value, None)
 
     def _constant(self, agent: str, key: str, value: float | None) -> _Cause | None:
         limit = self.limits.constant_share
@@ -232,7 +243,9 @@ def _rows_behind(
         cut = [pair for pair in turns if pair[1].agent == cause.agent and pair[1].finish_reason == "length"]
         return [f"{episode.id}/{turn.index}" for episode, turn in cut]
     mine = [(row, value) for row, value in rows if row.agent == cause.agent]
-    if cause.kind != "idle":
+    if cause.kind == "baseline":
+        mine = [(row, value) for row, value in mine if row.status == "ok"]
+    elif cause.kind != "idle":
         mine = [(row, value) for row, value in mine if value is not None and (row.trained or cause.kind != "spike")]
     if cause.kind == "spike":
         mine.sort(key=lambda pair: -abs(pair[1]) * len(pair[0].response_ids))

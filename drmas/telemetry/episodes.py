@@ -102,6 +102,7 @@ def _episode(episode: Episode) -> dict[str, Any]:
         "truth": episode.task.truth,
         "answer": episode.answer,
         "reward": _finite(episode.reward),
+        "agent_rewards": {agent: _finite(reward) for agent, reward in episode.agent_rewards.items()},
         "status": episode.status,
         "message": episode.failure.message if episode.failure else "",
         "seconds": episode.seconds,

@@ -38,7 +38,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Points:
-    """A cloud: small dots, crosses, or `large` ones that say their values (means of a cloud). `colour` as in `Series`."""
+    """A cloud: small dots, crosses, or `large` ones of either that say their values (means of a cloud). `colour`: see `Series`.
+
+    `low` and `high`, of a large cloud, draw an interval at each point. `faint`: a background for what is drawn after it.
+    """
 
     name: str
     x: Sequence[float]
@@ -46,16 +49,20 @@ class Points:
     colour: int | None = None
     cross: bool = False
     large: bool = False
+    low: Sequence[float | None] = field(default=())
+    high: Sequence[float | None] = field(default=())
+    faint: bool = False
 
 
 @dataclass(frozen=True)
 class Span:
-    """A value with its interval, which may be unknown."""
+    """A value with its interval, which may be unknown, and `each` of the values that it is the mean of."""
 
     name: str
     value: float
     low: float | None
     high: float | None
+    each: Sequence[float | None] = field(default=())
 
 
 def band(name: str, runs: Sequence[Sequence[float | None]], x: Sequence[float]) -> Series:
@@ -107,13 +114,22 @@ def scatter_chart(
     x_label: str,
     y_label: str,
     reference: float | None = None,
+    y_range: tuple[float, float] | None = None,
     standalone: bool = False,
 ) -> str:
     """An SVG scatter chart with both axes logarithmic and the diagonal y = x dashed; `reference` is a dashed horizontal line.
 
-    A point with a value that is missing, or not above 0, isn't drawn. A cloud without a name isn't in the legend.
+    A point with a value that is missing, or not above 0, isn't drawn. A cloud without a name isn't in the legend. With
+    `y_range` neither are points outside it, and the chart says how many there are that aren't drawn.
     """
-    drawn = [[(x, y) for x, y in zip(one.x, one.y, strict=True) if _shown(x) and _shown(y) and min(x, y) > 0] for one in clouds]
+    bottom, top = y_range or (0.0, math.inf)
+    there = [[i for i, pair in enumerate(zip(one.x, one.y, strict=True)) if all(map(_shown, pair))] for one in clouds]
+    kept = [
+        [i for i in places if one.x[i] > 0 and one.y[i] > 0 and bottom <= one.y[i] <= top]
+        for one, places in zip(clouds, there, strict=True)
+    ]
+    outside = sum(map(len, there)) - sum(map(len, kept))
+    drawn = [[(one.x[i], one.y[i]) for i in places] for one, places in zip(clouds, kept, strict=True)]
     xs, ys = ([pair[axis] for pairs in drawn for pair in pairs] for axis in (0, 1))
     colours = _colours(clouds)
     legend = [(one.name, colour) for one, colour in zip(clouds, colours, strict=True) if one.name]
@@ -126,7 +142,11 @@ def scatter_chart(
     for x1, y1, x2, y2 in lines:
         ends = [f"{frame.x(10**x):.1f} {frame.y(10**y):.1f}" for x, y in ((x1, y1), (x2, y2))]
         body.append(f'<path class="reference" d="M{ends[0]}L{ends[1]}"/>')
-    body += [_cloud(frame, one, pairs, colour) for one, pairs, colour in zip(clouds, drawn, colours, strict=True)]
+    for one, places, pairs, colour in zip(clouds, kept, drawn, colours, strict=True):
+        body += [_intervals(frame, one, places, colour), _cloud(frame, one, pairs, colour)]
+    if y_range and outside:
+        place = f'x="{WIDTH - RIGHT}" y="18" text-anchor="end"'
+        body.append(f'<text class="label" {place}>{outside} points outside</text>')
     return _svg(title, [name for name, _ in legend], body, standalone, empty=not xs, colours=[colour for _, colour in legend])
 
 
@@ -134,7 +154,7 @@ def interval_chart(
     spans: Sequence[Span], *, title: str, x_label: str, reference: float | None = None, standalone: bool = False
 ) -> str:
     """An SVG chart of one row per span, from the top: a dot with its interval; `reference` is a dashed vertical line."""
-    edges = [value for one in spans for value in (one.value, one.low, one.high) if _shown(value)]
+    edges = [value for one in spans for value in (one.value, one.low, one.high, *one.each) if _shown(value)]
     frame = _Frame.spans([*edges, reference] if edges and reference is not None else edges, [one.name for one in spans])
     bottom = HEIGHT - BOTTOM
     body = []
@@ -155,6 +175,9 @@ def interval_chart(
         if not _shown(one.value):
             continue
         label = f"{one.name}: {number(one.value)}"
+        dots = "".join(f"M{frame.x(value):.1f} {y + 6:.1f}h0" for value in one.each if _shown(value))
+        if dots:
+            body.append(f'<path class="points s0" d="{dots}"/>')
         if _shown(one.low) and _shown(one.high):
             label += f" [{number(one.low)}, {number(one.high)}]"
             body.append(f'<path class="line s0" d="M{frame.x(one.low):.1f} {y:.1f}H{frame.x(one.high):.1f}"/>')
@@ -313,15 +336,35 @@ def _cloud(frame: _Frame, one: Points, pairs: Sequence[tuple[float, float]], col
     places = [(frame.x(x), frame.y(y)) for x, y in pairs]
     if one.large:
         labels = [f"{one.name}: {number(x)}, {number(y)}" for x, y in pairs]
+        if one.cross:
+            return "".join(
+                f'<path class="line s{colour}" d="M{x - 4:.1f} {y - 4:.1f}l8 8m0-8l-8 8"><title>{escape(label)}</title></path>'
+                for (x, y), label in zip(places, labels, strict=True)
+            )
         return "".join(
             f'<circle class="dot large s{colour}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{escape(label)}</title></circle>'
             for (x, y), label in zip(places, labels, strict=True)
         )
     if one.cross:
         path = "".join(f"M{x - 2.5:.1f} {y - 2.5:.1f}l5 5m0-5l-5 5" for x, y in places)
-        return f'<path class="crosses s{colour}" d="{path}"/>' if path else ""
-    path = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
-    return f'<path class="points s{colour}" d="{path}"/>' if path else ""
+    else:
+        path = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
+    kind = "crosses" if one.cross else "points"
+    faint = ' style="opacity:.16"' if one.faint else ""
+    return f'<path class="{kind} s{colour}"{faint} d="{path}"/>' if path else ""
+
+
+def _intervals(frame: _Frame, one: Points, kept: Sequence[int], colour: int) -> str:
+    """A bar per point that has an interval, cut at the frame."""
+    if not one.low:
+        return ""
+    bars = []
+    for i in kept:
+        if _shown(one.low[i]) and _shown(one.high[i]):
+            ends = [math.log10(value) if value > 0 else frame.y_min for value in (one.low[i], one.high[i])]
+            low, high = (frame.y(10 ** min(max(end, frame.y_min), frame.y_max)) for end in ends)
+            bars.append(f"M{frame.x(one.x[i]):.1f} {low:.1f}V{high:.1f}")
+    return f'<path class="line s{colour}" d="{"".join(bars)}"/>' if bars else ""
 
 
 def _tick(value: float) -> str:

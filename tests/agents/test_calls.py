@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from drmas.agents.agent import AgentConfig
-from drmas.agents.calls import Agents, Calls
+from drmas.agents.calls import SILENT_CALLS, Agents, Calls
 from drmas.agents.chat import ChatRenderer
 from drmas.errors import EngineError, PromptTooLong, TeamError, ToolError
 from drmas.types import Episode, Task, rows_of
@@ -587,16 +587,19 @@ async def test_a_silent_agents_calls_are_empty_texts_that_nobody_is_asked_for(de
     assert (episode.turns, spoken.index) == ([spoken], 0)
 
 
-async def test_a_silent_agent_of_a_sub_team_is_named_in_full_and_a_team_that_waits_for_it_can_be_stopped(desk: Desk) -> None:
+async def test_a_silent_agent_of_a_sub_team_is_named_in_full_and_a_team_that_waits_for_it_is_refused(desk: Desk) -> None:
     _, agents, episode = calls_of(desk, silent="inner.solver", solver=AgentConfig(), inner__solver=AgentConfig())
     await agents.solver(question="x")
 
+    asked = []
+
     async def insist() -> None:
         while not (await agents.inner.solver(question="x")).valid:
-            pass
+            asked.append("x")
 
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(insist(), 0.01)
+    with pytest.raises(TeamError, match=r"agent inner\.solver, which is silent .*, was called more than 1000 times"):
+        await insist()
+    assert len(asked) == SILENT_CALLS
     assert [turn.agent for turn in episode.turns] == ["solver"]
 
 

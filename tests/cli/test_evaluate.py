@@ -246,7 +246,7 @@ def test_a_refused_evaluation_leaves_no_folder_behind(call, here):
         (("toy.toml", "--samples", "0"), "eval.samples: 0; expected integer > 0"),
         (("toy.toml", "--ablate", "slover"), "eval.ablate names the agent 'slover'; the nearest is 'solver'"),
         (("toy.toml", "--ablate", "solver"), "eval.ablate names solver, whose policy main is at its base start already"),
-        (("toy.toml", "--policies.main.model", "gone"), "model 'gone' is no folder"),
+        (("toy.toml", "--policies.main.model", "gone"), "policies.main.model: model 'gone' is no folder"),
         (("toy.toml", "--eval.stemps", "3"), "eval.stemps: unknown key"),
         (("toy.toml", "--output", "start"), "start is there and holds no evaluation; give another --output"),
         (("toy.toml", "--eval.data", "{type = 'jsonl', path = 'gone.jsonl'}"), "data.path gone.jsonl"),

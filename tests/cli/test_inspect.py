@@ -284,6 +284,28 @@ def test_a_runs_rows_have_their_token_ids_for_who_reads_them(run_dir):
     assert "prompt_ids" not in answer["rows"][0]
 
 
+def test_presets_that_need_episodes_beside_each_group_are_shown_of_a_run_that_played_them(run_dir):
+    (run_dir / "config.json").write_text('{"advantage": {"preset": "remax"}}')
+    answer = json.loads(inspect_run(run_dir, 2, [], as_json=True))
+    assert [r["advantage"] for r in answer["rows"]] == [0.0, 0.0, -1.0, None]
+    with pytest.raises(ConfigError, match=r"\('without solver', 'without verifier'\), and there are none here"):
+        inspect_run(run_dir, 2, ["--advantage.preset", "difference"], as_json=True)
+
+
+def test_a_greedy_episode_that_rewards_agents_apart_is_shown_so(run_dir):
+    (run_dir / "config.json").write_text('{"advantage": {"preset": "remax"}}')
+    path = run_dir / "episodes" / "step_2.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[-1]["agent_rewards"] = {"verifier": -1.0}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    answer = json.loads(inspect_run(run_dir, 2, [], as_json=True))
+    assert [r["advantage"] for r in answer["rows"]] == [0.0, 2.0, -1.0, None]
+    lines[-1] |= {"status": "tool", "message": "down", "reward": None, "agent_rewards": {}}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    answer = json.loads(inspect_run(run_dir, 2, [], as_json=True))
+    assert [r["advantage"] for r in answer["rows"]] == [None] * 4
+
+
 def test_an_agent_of_the_run_may_have_no_rows_in_the_step(run_dir):
     (run_dir / "config.json").write_text('{"advantage": {"preset": "grpo", "agents": {"judge": {"preset": "rloo"}}}}')
     assert json.loads(inspect_run(run_dir, 2, [], as_json=True))["rule"]["agents"]["judge"]["leave_one_out"] is True

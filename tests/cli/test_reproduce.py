@@ -45,6 +45,7 @@ def test_everything_runs_on_all_cores_and_the_report_is_named(ran, call, tmp_pat
     assert call("--quick") == (0, f"report  {tmp_path}/out/report.html\n", "")
     assert ran["keys"] == ["bandit", "maths/start/seed-0", "maths/grpo/seed-0"]
     assert (ran["jobs"], ran["retry_crashed"]) == (len(os.sched_getaffinity(0)), False)
+    assert ran["limit_seconds"] == 15 * 60
     settings = json.loads((tmp_path / "out/settings.json").read_text())
     assert (settings["quick"], settings["trials"], settings["seeds"]) == (True, 1, QUICK.seeds)
 
@@ -52,6 +53,7 @@ def test_everything_runs_on_all_cores_and_the_report_is_named(ran, call, tmp_pat
 def test_only_some_run_with_what_they_need(ran, call):
     assert call("--only", "grpo", "--jobs", "3", "--retry-crashed")[0] == 0
     assert (ran["keys"], ran["jobs"], ran["retry_crashed"]) == (["maths/start/seed-0", "maths/grpo/seed-0"], 3, True)
+    assert ran["limit_seconds"] == 2 * 3600
 
 
 def test_crashed_trials_are_named_after_the_report_with_status_1(ran, call, tmp_path):
@@ -88,6 +90,14 @@ def test_report_only_runs_nothing(ran, call, tmp_path):
     assert call("--report-only") == (0, f"report  {tmp_path}/out/report.html\n", "")
     assert call("--report-only", "--overwrite")[0] == 2
     assert ran["calls"] == 0
+
+
+def test_a_report_is_made_of_what_other_code_left(ran, call, tmp_path, monkeypatch):
+    assert call("--quick")[0] == 0
+    monkeypatch.setattr("drmas.reproduce.folder.code_version", lambda: "another")
+    assert "holds trials of other code; --output" in call("--quick")[2]
+    assert call("--report-only") == (0, f"report  {tmp_path}/out/report.html\n", "")
+    assert ran["calls"] == 1
 
 
 def test_ctrl_c_is_130_and_says_how_to_go_on(ran, call, monkeypatch):

@@ -106,3 +106,24 @@ def test_updates_of_a_step_need_not_divide_its_tasks(recipe):
     words = ["--rollout.tasks-per-step", "128", "--train.updates-per-step"]
     assert load(recipe, [*words, "5"]).train.updates_per_step == 5
     assert "every update needs a task of its own" in refused(recipe, *words, "129")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--advantage.preset", '["dapo"]'], r"advantage.preset: ['dapo']; expected "),
+        (["--advantage.preset", '{"name": "dapo"}'], "advantage.preset: {'name': 'dapo'}; expected "),
+        (["--policies.b.like", '["main"]'], "policies.b.like is ['main']; expected one of main"),
+        (["--policies.b.like", '{"name": "main"}'], "policies.b.like is {'name': 'main'}; expected one of main"),
+    ],
+)
+def test_a_name_that_is_no_text_is_refused(recipe, tmp_path, words, message):
+    """As a file has it: on the command line a text key takes the words as its text."""
+    table = json.loads(dump(load(recipe)))
+    *path, key = words[0].removeprefix("--").split(".")
+    section = table
+    for part in path:
+        section = section.setdefault(part, {})
+    section[key] = json.loads(words[1])
+    (tmp_path / "mine.json").write_text(json.dumps(table))
+    assert message in refused(str(tmp_path / "mine.json"))

@@ -306,3 +306,17 @@ def test_a_run_of_no_steps_needs_a_warm_start(recipe):
 @pytest.mark.parametrize("data", ["facts", "reasoning-gym"])
 def test_only_some_tasks_have_demonstrations(data):
     assert "sums and lookups can write" in error_of("maths-tiny", "--data", json.dumps({"type": data}))
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "epochs"),
+    [
+        (["--train", '{"steps": 5}'], 5, None),
+        (["--train", '{"steps": 5, "epochs": 3}'], 5, 3),
+        (["--train", '{"updates_per_step": 2}'], 10, 2),
+        (["--train.steps", "5"], 5, None),
+    ],
+)
+def test_steps_of_the_command_line_take_the_place_of_the_recipes_epochs(words, steps, epochs):
+    train = load("paper-maths-4b", words).train
+    assert (train.steps, train.epochs, train.ranks) == (steps, epochs, 4)

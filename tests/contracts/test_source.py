@@ -75,3 +75,15 @@ def test_heavy_packages_are_imported_in_their_place_only(root, package, allowed)
             if any(name.split(".")[0] == package for name in names) and path.parent.name not in allowed:
                 elsewhere.append(f"{path.relative_to(root)}:{node.lineno}")
     assert elsewhere == []
+
+
+def test_no_model_folder_runs_code_of_its_own(root):
+    """Left unset, transformers asks on the terminal whether a folder's code may run, and waits there."""
+    silent = []
+    for path in sources(root):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained":
+                settings = [ast.unparse(word.value) for word in node.keywords if word.arg == "trust_remote_code"]
+                if settings != ["False"] and not any(word.arg is None for word in node.keywords):  # **offline has it
+                    silent.append(f"{path.relative_to(root)}:{node.lineno}")
+    assert silent == []

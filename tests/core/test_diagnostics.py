@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from drmas.core.advantages import AdvantageRule, advantages
+from drmas.core.advantages import AdvantageRule, Advantages, advantages
 from drmas.core.diagnostics import agent_summary, inflation_factors, pooled_factors
 
 DR_MAS = AdvantageRule()
@@ -131,7 +131,16 @@ def test_an_agent_whose_rows_all_failed_has_no_means(make_row):
     summary = agent_summary(rows, advantages(rows, DR_MAS))["a"]
     assert summary["rows"] == 0.0
     assert summary["row_sum"] == 0.0
-    assert {name for name, value in summary.items() if value is None} == set(summary) - {"rows", "row_sum"}
+    assert summary["without_baseline"] == 0.0
+    assert {name for name, value in summary.items() if value is None} == set(summary) - {"rows", "row_sum", "without_baseline"}
+
+
+def test_I3_rows_without_a_baseline_are_conduct_and_no_advantage(make_row):
+    rows = [make_row("t", "0", "a", 1.0), make_row("u", "0", "a", 0.0, turn=0), make_row("u", "0", "a", 0.0, turn=1)]
+    summary = agent_summary(rows, Advantages([0.5, None, None], []))["a"]
+    conduct = [summary[name] for name in ("rows", "calls_per_episode", "reward_mean", "without_baseline")]
+    assert conduct == [3.0, 3 / 2, 1 / 3, 2.0]
+    assert [summary[name] for name in ("advantage_mean", "row_sum", "constant_share")] == [0.5, 0.5, 0.0]
 
 
 def test_rewards_that_differ_by_rounding_have_no_inflation(make_row):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import httpx
+import httpx2
 import huggingface_hub
 import pyarrow
 import pytest
@@ -11,7 +12,7 @@ from huggingface_hub import errors
 from pyarrow import parquet
 
 from drmas.config.tasks import HuggingFaceData
-from drmas.envs.hub import read_huggingface
+from drmas.envs.hub import cache_only, is_here, read_huggingface
 from drmas.errors import DataError
 from drmas.types import Task
 
@@ -129,7 +130,8 @@ def test_a_dataset_of_the_hub_is_read_from_its_files_of_the_split_alone(hub) -> 
     tasks = read_huggingface(HuggingFaceData(path="openai/gsm8k"))
     assert [task.id for task in tasks] == ["gsm8k/train/0", "gsm8k/train/1"]
     patterns = ["*train*.parquet", "*train*.jsonl"]
-    assert asked == [{"path": "openai/gsm8k", "repo_type": "dataset", "revision": None, "allow_patterns": patterns}]
+    how = {"repo_type": "dataset", "revision": None, "allow_patterns": patterns, "local_files_only": False}
+    assert asked == [{"path": "openai/gsm8k", **how}]
 
 
 @pytest.mark.parametrize("main", [{}, {"test.jsonl": ROWS}, answer_of(errors.RemoteEntryNotFoundError)])
@@ -144,6 +146,7 @@ def test_other_formats_come_from_the_hubs_parquet_copy(hub, main) -> None:
     [
         (httpx.ConnectError("no route"), r"a/b: the hub can't be reached \(no route\), and its cache here has no such dataset"),
         (errors.LocalEntryNotFoundError("no snapshot\nat all"), r"a/b: the hub can't be reached \(no snapshot\)"),
+        (httpx2.ProxyError("no proxy"), r"a/b: the hub can't be reached \(no proxy\), and its cache here has no such dataset"),
         (TimeoutError(), r"a/b: the hub can't be reached \(TimeoutError\)"),
         (answer_of(errors.RepositoryNotFoundError), "data.path a/b: the hub has no such dataset, or it is private"),
         (
@@ -185,3 +188,33 @@ def test_a_cached_copy_is_found_without_network(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert [task.truth for task in read_huggingface(HuggingFaceData(path="a/b"))] == ["2", "Bach"]
+
+
+def test_what_the_cache_has_is_here_and_is_read_without_asking(
+    hub_cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path / "made", "0.parquet", ROWS)
+    files = {"data/train-0.parquet": (tmp_path / "made" / "0.parquet").read_bytes()}
+    hub_cache("datasets--a--b", "1" * 40, files, listed=["data/train-0.parquet", "data/test-0.parquet", "README.md"])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+    def ask(*args, **kwargs):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("huggingface_hub.hf_api.HfApi.repo_info", ask)
+    assert is_here(HuggingFaceData(path="a/b"))
+    assert not is_here(HuggingFaceData(path="a/b", split="test"))
+    assert not is_here(HuggingFaceData(path="a/c"))
+    assert is_here(HuggingFaceData(path=str(tmp_path)))
+    assert is_here(HuggingFaceData(path="./nowhere"))  # no name: reading it says what is wrong
+    with cache_only():
+        assert [task.truth for task in read_huggingface(HuggingFaceData(path="a/b"))] == ["2", "Bach"]
+    with pytest.raises(AssertionError, match="the hub was asked"):
+        read_huggingface(HuggingFaceData(path="a/b"))
+
+
+@pytest.mark.parametrize("name", ["runs/old--export", "a..b/c", "x/y.git", "x/y-"])
+def test_a_name_that_the_hub_could_not_have_is_one_line(name: str) -> None:
+    for ask in (is_here, read_huggingface):
+        with pytest.raises(DataError, match=f"data.path {name}: not a dataset's name; expected one such as openai/gsm8k"):
+            ask(HuggingFaceData(path=name))

@@ -25,7 +25,8 @@ def trial(
     pushed: bool | None = None,
     steps: int = STEPS,
 ) -> dict[str, Any]:
-    """A result whose reward ends near 0.5 + `gain`, with a gradient spike every tenth step if asked.
+    """A result whose reward ends near 0.5 + `gain`, with a gradient spike every tenth step if asked, but for
+    the last step of odd seeds.
 
     `factor`: the mean predicted second moment; the measured one is equal but for a few percent. `per_agent`: that under the
     agent's own statistics. `pushed`: whether an agent's advantages don't sum to zero (by default where the method is pooled).
@@ -39,7 +40,7 @@ def trial(
     norms = {agent: [draw.uniform(0.9, 1.1) for _ in range(steps)] for agent in agents}
     if spikes:
         for agent in agents:
-            for step in range(9, steps, 10):
+            for step in range(9, steps - seed % 2, 10):
                 norms[agent][step] *= draw.uniform(4, 7)
     moments = []
     for step in range(0, steps, 10):
@@ -49,6 +50,7 @@ def trial(
             own = per_agent * math.exp(draw.gauss(0, 0.02))
             one = {"step": step, "agent": agent, "rows": 32, "score": draw.uniform(1, 2), "predicted": predicted}
             one |= {"pooled": measured, "per_agent": own, "own": own if method == "dr-mas" else measured}
+            one["covariance"] = measured - predicted
             moments.append(one)
 
     def scores(level: float) -> dict[str, list[float]]:
@@ -69,6 +71,8 @@ def trial(
         "rows": {agent: [64.0] * steps for agent in agents},
         "calls": {agent: [1.5] * steps for agent in agents},
         "entropy": {agent: [0.7] * steps for agent in agents},
+        "valid": {agent: [0.95] * steps for agent in agents},
+        "uncompared": {agent: [0.125] * steps for agent in agents},
         "skipped": 0,
         "logprob_gap_max": 1e-6,
         "moments": moments,

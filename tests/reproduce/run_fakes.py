@@ -17,6 +17,7 @@ def main(root: Path, given: dict) -> None:
 
     trials = [Trial(*one) for one in given.pop("trials")]
     entry = given.pop("entry", "fake_trials:run_trial")
+    folders.code_version = lambda: "that of the fakes"
     folders.LOCK_SECONDS = given.pop("lock_seconds", folders.LOCK_SECONDS)
     folder = folders.ReproduceFolder(root, quick=True, scale={"trials": len(trials)})
     try:

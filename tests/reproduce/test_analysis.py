@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 from drmas.config.schema import AlarmConfig
-from drmas.reproduce.analysis import agent_numbers, analyse, in_order, quantile, smoothed, spike_ratios, trial_numbers
+from drmas.reproduce.analysis import (
+    COMPARED,
+    agent_numbers,
+    analyse,
+    in_order,
+    quantile,
+    smoothed,
+    spike_ratios,
+    trial_numbers,
+)
 from drmas.reproduce.results import Results, Trial
 from drmas.telemetry.alarms import Alarms
 from tests.reproduce.fabricated import crashed, reproduction, trial
@@ -50,7 +59,7 @@ def test_the_numbers_of_an_agent():
     there = [value for value in norms if value is not None]
     assert found["grad_mean"] == pytest.approx(np.mean(there))
     assert found["variation"] == pytest.approx(np.std(there) / np.mean(there))
-    assert (found["spikes"], found["largest"]) == (pytest.approx(1 / 9), 4.0)
+    assert (found["spikes"], found["largest"]) == (0.25, 4.0), "of the four norms with a median of those before"
     known = [value for value in factors if value is not None]
     assert found["inflation_mean"] == pytest.approx(np.mean(known))
     assert found["inflation_p95"] == pytest.approx(np.percentile(known, 95))
@@ -103,13 +112,14 @@ def test_crashed_trials_count_nowhere_and_diverged_ones_everywhere():
     pooled = found["scenarios"]["maths-shared"]["methods"]["grpo"]
     assert (pooled["final"]["n"], pooled["final"]["of"], pooled["seeds"]) == (4, 5, [0, 1, 2, 3])
     assert pooled["final"]["value"] == pytest.approx(np.mean([0.0, *(np.mean(trials[i]["reward"][-2:]) for i in (0, 2, 3))]))
-    assert pooled["agents"]["solver"]["spikes"]["value"] == pytest.approx(0.1 / 4)
+    assert pooled["agents"]["solver"]["spikes"]["value"] == pytest.approx(0.2 / 4)
     assert [(one["trial"], one["status"]) for one in found["failures"]] == [
         ("maths-shared/grpo/seed-1", "diverged"),
         ("maths-shared/grpo/seed-4", "crashed"),
     ]
     difference = differences(found["scenarios"]["maths-shared"])["dr-mas", "grpo"]["final"]
     assert (difference["n"], difference["low"]) == (1, None)
+    assert differences(found["scenarios"]["maths-shared"])["dr-mas", "grpo"]["crashed"] == [0, 1]
 
 
 def test_planned_seeds_that_are_missing_are_counted():
@@ -144,7 +154,46 @@ def test_intervals_are_counted():
         ("dr-mas", "grpo"),
         ("dr-mas", "grpo-turns"),
     ]
-    assert found["intervals"] == 3 * 7
+    pairs = found["scenarios"]["maths-shared"]["differences"]
+    varied = [len(set(one["seeds"][key])) > 1 for one in pairs for key in COMPARED if key != "imbalance"]
+    assert found["intervals"] == sum(varied) < len(varied), "spikes, of which there are none, are one number in all seeds"
+    assert (found["excluding"] > 0, found["excluding_single"]) == (True, 0)
+
+
+def test_what_is_full_or_alike_has_no_room():
+    def of(before: float, after: float, reward: float) -> list[dict]:
+        scores = {"before": {"avg": [before], "pass": [1.0]}, "after": {"avg": [after], "pass": [1.0]}}
+        made = [trial("maths-shared", method, seed, steps=10) for method in ("grpo", "dr-mas") for seed in range(3)]
+        return [{**one, "eval": scores, "reward": [reward + one["seed"] / 8] * 10} for one in made]
+
+    def room(trials: list[dict]) -> list[str]:
+        return differences(analysed(trials)["scenarios"]["maths-shared"])["dr-mas", "grpo"]["no_room"]
+
+    trials = of(0.5, 0.99, 0.5)
+    assert room(trials) == ["final", "area", "avg", "pass", "spikes"]
+    trials[0]["reward"] = [0.25] * 10
+    trials[0]["eval"] = {**trials[0]["eval"], "after": {"avg": [0.9], "pass": [1.0]}}
+    assert room(trials) == ["pass", "spikes"], "grpo is at 0.96 in the mean"
+
+
+def test_the_single_agents_moments_are_no_teams():
+    trials = [trial("maths-shared", method, seed, steps=10) for method in ("grpo", "single-agent") for seed in range(2)]
+    found = analysed(trials)
+    own = found["scenarios"]["maths-shared"]
+    assert found["moments"]["count"] == own["moments"]["count"] == len(own["points"]) == 2 * 2
+    assert list(own["moments"]["agents"]) == ["solver", "verifier"]
+
+
+def test_valid_and_uncompared_shares_are_means_of_steps():
+    shares = [1.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, None, 0.25]
+    found = agent_numbers(made(grad_norm={"a": [1.0] * 10}, valid={"a": shares}, uncompared={"a": [0.0, 1.0]}), "a")
+    assert (found["valid_first"], found["valid_last"], found["uncompared"]) == (0.75, 0.25, 0.5)
+    assert agent_numbers(made(grad_norm={"a": [1.0]}), "a")["uncompared"] is None
+
+
+def test_a_norm_whose_square_overflows_has_a_mean_and_a_variation():
+    found = agent_numbers(made(grad_norm={"a": [1e200, 3e200]}), "a")
+    assert (found["grad_mean"], found["variation"]) == (pytest.approx(2e200), pytest.approx(0.5))
 
 
 def test_curves_are_means_with_the_range_of_seeds():

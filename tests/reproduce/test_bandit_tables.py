@@ -4,31 +4,30 @@ import re
 
 import pytest
 
-from drmas.reproduce.bandit import growth
-from drmas.reproduce.bandit_tables import chart, descriptions, tables
-from drmas.reproduce.bandit_training import compare, scenarios
+from drmas.reproduce import bandit as module
+from drmas.reproduce.bandit_tables import chart, descriptions, exact_points, sentences, tables
+from drmas.reproduce.bandit_training import scenarios
 from drmas.reproduce.page import write_page
-from drmas.reproduce.regimes import measure, regimes
+from drmas.reproduce.regimes import regimes
 from drmas.reproduce.words import shown
 from tests.reproduce.fabricated import write
 
 
 @pytest.fixture(scope="module")
 def bandit() -> dict:
-    training = [compare(scenarios()[1], steps=5, seeds=3, tuning_seeds=1)]
-    check = {"lemma": 2e-16, "proposition": True, "cells": 80, "within_2": 0.95, "within_4": 1.0}
-    check["bound"] = {"4": {"largest": 2.0, "bound": 2.25}}
-    return {
-        "check": check,
-        "growth": growth(),
-        "regimes": [measure(regimes()[0], {4: 20, 8: 20}, 0)],
-        "training": training,
-    }
+    """What `run_bandit` makes, of a regime and a team only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "QUICK", module.Effort(groups={4: 20, 8: 20}, seeds=3, tuning_seeds=1, steps=5))
+        patch.setattr(module, "scenarios", lambda: scenarios()[1:2])
+        patch.setattr(module, "regimes", lambda: regimes()[:1])
+        return module.run_bandit(quick=True)
 
 
 def test_the_theory_is_checked_first(bandit):
     table = tables(bandit)[0]
-    assert [row[1] for row in table.rows] == ["2.0e-16", "yes", "80", "95.0%", "100.0%", "2.000, 2.250"]
+    check = bandit["check"]
+    assert [row[1] for row in table.rows][:3] == [f"{check['lemma']:.1e}", "yes", str(check["cells"])]
+    assert table.rows[-2][1] == f"{check['bound']['4']['largest']:.3f}, 2.250"
 
 
 def test_growth_has_a_row_per_success_with_the_sum_of_its_parts(bandit):
@@ -42,7 +41,7 @@ def test_growth_has_a_row_per_success_with_the_sum_of_its_parts(bandit):
 
 
 def test_a_regime_has_a_row_per_agent_with_exact_and_sampled_moments(bandit):
-    *_, table, _ = tables(bandit)
+    table = tables(bandit)[2]
     (regime,) = bandit["regimes"]
     assert [row[0] for row in table.rows] == [f"{regime['name']}: {one['agent']}" for one in regime["agents"]]
     column = table.headers.index("grpo, exact")
@@ -53,8 +52,8 @@ def test_a_regime_has_a_row_per_agent_with_exact_and_sampled_moments(bandit):
 
 def test_learning_has_a_row_per_rule_with_its_difference_to_grpo(bandit):
     table = tables(bandit)[-1]
-    first = bandit["training"][0]["variants"][0]["rules"]
-    assert table.title == f"Learning: {bandit['training'][0]['name']}"
+    first = bandit["learning"][0]["variants"][0]["rules"]
+    assert table.title == f"Learning: {bandit['learning'][0]['name']}"
     rows = {row[0]: row[1:] for row in table.rows}
     assert list(rows) == list(first)
     assert rows["grpo"][:3] == [shown(first["grpo"]["own"]["final"]), "-", "-"]
@@ -64,6 +63,30 @@ def test_learning_has_a_row_per_rule_with_its_difference_to_grpo(bandit):
         shown(first["dr-mas"]["own"]["difference"], "+.3f"),
     ]
     assert {len(row) for row in table.rows} == {len(table.headers)}
+
+
+def test_learning_begins_with_dr_mas_less_grpo_of_each_team(bandit):
+    table = tables(bandit)[3]
+    (team,) = bandit["learning"]
+    cells = [shown(variant["rules"]["dr-mas"]["own"]["difference"], "+.3f") for variant in team["variants"]]
+    assert table.rows == [[team["name"], "8", f"{max(team['inflation'].values()):.3f}", *cells]]
+
+
+def test_the_worst_and_the_best_of_learning_are_said(bandit):
+    found = [variant["rules"]["dr-mas"]["own"]["difference"] for variant in bandit["learning"][0]["variants"]]
+    _, line = sentences(bandit)
+    worst, best = (shown(pick(found, key=lambda one: one["value"]), "+.3f") for pick in (min, max))
+    assert f"the worst is {worst} (rescue loop" in line
+    assert f"the best {best} (rescue loop" in line
+    assert f"of {len(found)} pairs of a team (1)" in line
+    assert sentences({}) == []
+
+
+def test_the_bandit_puts_a_mark_per_agent_on_the_chart_of_the_trials(bandit):
+    points = exact_points(bandit)
+    agents = bandit["regimes"][0]["agents"]
+    assert list(points.x) == [one["inflation"] for one in agents]
+    assert list(points.y) == [one["rules"]["grpo"]["sizes"]["8"]["sampled"] for one in agents]
 
 
 def test_the_chart_has_a_dot_per_agent_and_size(bandit):
@@ -86,5 +109,5 @@ def test_what_has_no_exact_number_or_no_row_is_a_dash(bandit):
 def test_a_bandit_alone_has_a_page(bandit, tmp_path):
     html = write_page(write(tmp_path, [], bandit=bandit)).read_text()
     assert "Second moment in groups of N" in html
-    assert descriptions(bandit)[bandit["training"][0]["name"]].split(",")[0] in html
+    assert descriptions(bandit)[bandit["learning"][0]["name"]].split(",")[0] in html
     assert "No trial has a result." in html

@@ -3,7 +3,7 @@
 import re
 
 from drmas.reproduce.analysis import analyse
-from drmas.reproduce.charts import all_moments, of_scenario
+from drmas.reproduce.charts import all_moments, identity, of_scenario
 from drmas.reproduce.results import Results, Trial
 from tests.reproduce.fabricated import reproduction
 
@@ -11,7 +11,7 @@ from tests.reproduce.fabricated import reproduction
 def charts(methods, scenario: str = "maths-shared") -> dict[str, str]:
     trials = reproduction(seeds=2, scenarios=(scenario,), methods=methods)
     found = analyse(Results([Trial.model_validate(one) for one in trials], {}, None, []))
-    drawn = [*of_scenario(found["scenarios"][scenario]), all_moments(found["scenarios"])]
+    drawn = [*of_scenario(found["scenarios"][scenario]), all_moments(found, []), identity(found)]
     return {re.search('aria-label="(.*?)"', svg).group(1): svg for svg in drawn}
 
 
@@ -42,7 +42,11 @@ def test_reward_charts_of_a_scenario_have_one_scale():
 
 def test_second_moments_are_dots_and_crosses():
     found = charts(("grpo", "dr-mas"))
-    for name in ("Second moment, measured", "Dots: pooled; crosses: per agent"):
-        dots, crosses = (re.search(f'class="{kind} s\\d" d="(.*?)"', found[name]).group(1) for kind in ("points", "crosses"))
+    for name in ("Second moment, measured", "Second moment and factor"):
+        dots, crosses = (
+            re.search(f'class="{kind} s\\d"[^>]* d="(.*?)"', found[name]).group(1) for kind in ("points", "crosses")
+        )
         assert dots.count("M") == crosses.count("M") == 2 * 2 * 2 * 6, "methods, seeds, agents, measured steps"
-    assert legend(found["Second moment, measured"]) == [("s0", "pooled"), ("s1", "per agent")]
+        assert legend(found[name]) == [("s0", "pooled"), ("s1", "per agent")]
+        assert "<title>pooled: " in found[name]
+    assert found["Arithmetic: with Δ"].count("h0") == 2 * 2 * 2 * 6

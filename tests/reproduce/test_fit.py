@@ -11,8 +11,8 @@ from drmas.reproduce.results import Trial
 
 
 def made(seed: int, points, method: str = "grpo") -> Trial:
-    names = ("step", "agent", "rows", "predicted", "pooled", "per_agent", "own")
-    moments = [dict(zip(names, (step, "a", 8, *point), strict=True)) for step, point in enumerate(points)]
+    names = ("step", "agent", "rows", "predicted", "pooled", "per_agent", "own", "covariance")
+    moments = [dict(zip(names, (step, "a", 8, *point), strict=False)) for step, point in enumerate(points)]
     return Trial.model_validate({"scenario": "s", "method": method, "seed": seed, "status": "ok", "moments": moments})
 
 
@@ -43,7 +43,9 @@ def test_a_measured_zero_has_no_logarithm_but_counts_in_the_slope():
 def test_ratios_are_of_seeds_and_of_both_halves_of_the_predictions():
     seeds = [made(0, [(1.0, 1.1, 1.0, None), (3.0, 2.7, 1.0, None)]), made(1, [(1.0, 0.9, 0.8, None), (3.0, 3.3, 1.0, None)])]
     found = of_moments(seeds, 3)
-    assert (found["count"], found["rows"], found["median_predicted"]) == (4, 32, 2.0)
+    assert (found["count"], found["rows"], found["spread"]) == (4, 32, 1.0)
+    assert found["excess"]["value"] == pytest.approx(((0.1 + 1.7) / 2 + (0.1 + 2.3) / 2) / 2)
+    assert found["identity"]["n"] == found["covariance"]["n"] == 0
     half = 12.7062 * math.sqrt(0.02) / math.sqrt(2)
     low = found["ratio_low"]
     assert (low["value"], low["low"], low["high"]) == pytest.approx((1.0, 1.0 - half, 1.0 + half), abs=1e-4)
@@ -55,9 +57,20 @@ def test_ratios_are_of_seeds_and_of_both_halves_of_the_predictions():
     assert found["own"]["grpo"]["value"] is None
 
 
-def test_the_middle_prediction_is_one_of_the_small_ones():
-    found = of_moments([made(0, [(1.0, 1.0, 1.0, 1.0), (2.0, 4.0, 1.0, 1.0), (3.0, 3.0, 1.0, 1.0)])], 1)
-    assert (found["ratio_low"]["value"], found["ratio_high"]["value"]) == (5 / 3, 1.0)
+def test_predictions_are_small_up_to_a_fixed_value():
+    found = of_moments([made(0, [(0.8, 0.8, 1.0, 1.0), (1.2, 3.2, 1.0, 1.0), (1.25, 2.5, 1.0, 1.0)])], 1)
+    assert (found["ratio_low"]["value"], found["ratio_high"]["value"]) == (2.0, 2.0)
+    assert of_moments([made(0, [(1.2, 1.0, 1.0, 1.0)])], 1)["ratio_high"]["n"] == 0
+
+
+def test_with_the_covariance_the_lemma_is_arithmetic_and_without_it_isnt():
+    found = of_moments([made(0, [(1.0, 1.5, 1.0, 1.0, 0.5), (2.0, 1.0, 1.0, 1.0, -1.0), (1.0, 9.0, 1.0, 1.0, None)])], 1)
+    assert (found["identity"]["value"], found["covariance"]["value"]) == (1.0, -0.25)
+    assert found["ratio"]["value"] == pytest.approx(11.5 / 4)
+
+
+def test_the_single_agent_is_left_out():
+    assert of_moments([made(0, [(1.0, 1.0, 1.0, 1.0)], method="single-agent")], 1) == {}
 
 
 def test_bins_hold_their_points():
@@ -69,6 +82,7 @@ def test_bins_hold_their_points():
         (1, 1.5, 1.6),
     ]
     assert [one["low"] for one in bins] == pytest.approx([0.5**0.5, 1.0, 2**0.5])
+    assert bins[1]["over_seeds"]["pooled"] == {"value": pytest.approx(1.25), "low": None, "high": None, "n": 1, "of": 1}
 
 
 def test_points_without_both_numbers_are_left_out():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from drmas.reproduce.intervals import differences as list_of
 from drmas.reproduce.intervals import estimate, paired, t_quantile
 
 TABLE = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 7: 2.3646, 9: 2.2622, 10: 2.2281, 29: 2.0452, 120: 1.9799}
@@ -37,6 +38,12 @@ def test_what_is_missing_or_not_finite_counts_nowhere():
     assert (estimate([None]).value, estimate([None]).n) == (None, 0)
 
 
+def test_huge_values_and_values_that_are_one_number():
+    assert estimate([1e200, 2e200, 3e200]).high == pytest.approx(2e200 + 4.302653e200 / math.sqrt(3))
+    same = estimate([0.1, 0.1, 0.1])
+    assert same.low == same.high == same.value
+
+
 def test_pairs_are_made_by_seed():
     left, right = {0: 0.5, 1: 0.9, 2: 0.4, 7: 1.0}, {2: 0.1, 1: 0.5, 0: 0.3, 8: 0.0}
     found = paired(left, right)
@@ -44,4 +51,5 @@ def test_pairs_are_made_by_seed():
     half = 4.302653 * 0.1 / math.sqrt(3)
     assert found.value == pytest.approx(math.fsum(differences) / 3)
     assert (found.low, found.high) == pytest.approx((0.3 - half, 0.3 + half), abs=1e-5)
+    assert list_of(left, right) == pytest.approx([0.2, 0.4, 0.3])
     assert paired({0: None, 1: 0.5}, {0: 0.1, 1: 0.25}).value == 0.25

@@ -79,9 +79,12 @@ def test_the_claims_come_first_with_their_verdicts_good_and_bad(root, page):
     first = page.text[: page.text.index("Predicted and measured")]
     words = [one["word"] for one in numbers["verdicts"]]
     assert len(words) == 2 * len(CLAIMS)
-    for word in ("confirmed", "not confirmed", "contradicted", "not tested"):
-        said = re.findall(rf"(?<!not ){word} ", first[: first.index("What this doesn't say")])
-        assert len(said) == words.count(word) + 1, "a cell each, and a tile"
+    cells = [
+        " ".join(cell.split()) for cell in re.findall('<b class="\\w+">(.*?)</b><small>', (root / "report.html").read_text())
+    ]
+    assert sorted(cells) == sorted(words)
+    assert first.index("Of 14 claims about training") < first.index("Claims about training")
+    assert first.index("Claims about second moments") < first.index("Arithmetic that must hold")
     (lost,) = [one for one in numbers["verdicts"] if (one["claim"], one["scenario"]) == ("reward", "search-separate")]
     assert (lost["word"], lost["numbers"] in first) == ("contradicted", True)
     assert "What this doesn't say" in first
@@ -108,13 +111,14 @@ def test_each_scenario_has_its_charts(page):
     for method in ("dr-mas", "grpo-turns", "single-agent", "rloo"):
         assert page.charts.count(f"Reward: {method}") == 2
     assert page.charts.count("Final reward less grpo's") == 2
-    assert page.charts[0] == "Dots: pooled; crosses: per agent"
+    assert page.charts[:2] == ["Second moment and factor", "Arithmetic: with Δ"]
 
 
-def test_failures_are_listed_as_text(page):
+def test_failures_are_listed_as_text(root, page):
     failures = page.text[page.text.rindex("Failures") :]
     assert "maths-shared/grpo-turns/seed-1 crashed killed by signal 9 <b>" in " ".join(failures.split())
     assert "maths-shared/grpo/seed-0 diverged the mean reward fell from 0.41 to 0.12" in " ".join(failures.split())
+    assert "killed by signal 9 &lt;b>" in (root / "results.md").read_text()
     assert "trials/maths-shared/rloo/seed-7/result.json: no such file" in failures
     assert "bandit.json: no such file" in failures
 
@@ -163,6 +167,22 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     numbers = json.loads((tmp_path / "results.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert numbers["scenarios"]["maths-shared"]["points"][0][2] is None
     assert numbers["scenarios"]["maths-shared"]["methods"]["grpo"]["agents"]["solver"]["spikes"]["value"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "bandit",
+    [{"regimes": [{}]}, {"regimes": 3}, {"learning": [{"name": "a"}]}, {"check": []}, {"growth": {}, "check": {"lemma": "no"}}],
+)
+def test_a_bandit_of_another_form_is_named(tmp_path, bandit):
+    page = Page(write_page(write(tmp_path, [trial("maths-shared", "grpo", 0, steps=3)], bandit=bandit)).read_text())
+    assert ("bandit.json: can't be used: " in page.text) == (bandit != {"check": []})
+    assert page.stack == []
+
+
+def test_a_huge_norm_has_a_page(tmp_path):
+    made = [trial("maths-shared", "grpo", seed, steps=10) for seed in range(2)]
+    made[0]["grad_norm"]["solver"][7] = 1e200
+    assert Page(write_page(write(tmp_path, made)).read_text()).stack == []
 
 
 def test_an_empty_folder_is_refused(tmp_path):

@@ -47,9 +47,17 @@ def test_values_stay_what_they_were(tmp_path):
     written["grad_norm"]["solver"][3] = None
     (read,) = read_results(write(tmp_path, [written])).trials
     assert read.grad_norm == written["grad_norm"]
-    assert read.reward == written["reward"]
+    assert (read.reward, read.valid, read.uncompared) == tuple(written[key] for key in ("reward", "valid", "uncompared"))
     assert read.moments[1].model_dump() == written["moments"][1]
     assert (read.eval.after.avg, read.eval.after.passed) == (written["eval"]["after"]["avg"], written["eval"]["after"]["pass"])
+
+
+def test_older_results_lack_what_is_new(tmp_path):
+    written = {key: value for key, value in one().items() if key not in ("valid", "uncompared")}
+    for moment in written["moments"]:
+        del moment["covariance"]
+    (read,) = read_results(write(tmp_path, [written])).trials
+    assert (read.valid, read.uncompared, read.moments[0].covariance) == ({}, {}, None)
 
 
 def test_a_crashed_trial_needs_only_its_cause(tmp_path):
@@ -71,6 +79,7 @@ def test_norms_that_are_not_finite_are_kept(tmp_path):
         ({"reward": "high"}, "reward: Input should be a valid list"),
         ({"status": "fine"}, "status: Input should be 'ok', 'crashed' or 'diverged'"),
         ({"reward": [0.1] * 9}, "reward has 9 numbers; expected one for each of 10 steps"),
+        ({"valid": {"solver": [0.0]}}, "valid.solver has 1 numbers; expected one for each of 10 steps"),
         ({"row_sum": {"solver": [0.0]}}, "row_sum.solver has 1 numbers; expected one for each of 10 steps"),
         ({"eval": {"after": {"avg": [0.5], "pass": []}}}, "eval.after has 1 tasks in avg and 0 in pass; expected the same"),
         ({"seed": 3}, "says that it is maths-shared/grpo/seed-3; expected maths-shared/grpo/seed-0, as its folder is named"),

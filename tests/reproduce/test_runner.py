@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from drmas.errors import ConfigError, DataError
-from drmas.reproduce.runner import run_units, select, status_of, units_of
+from drmas.reproduce.plan import START, trials
+from drmas.reproduce.runner import run_units, seconds_left, select, status_of, units_of
 from drmas.reproduce.worker import Unit
 
 HERE = Path(__file__).parent
@@ -107,18 +108,18 @@ def test_each_trial_is_forked_with_everything_imported_and_says_what_it_says_in_
     status, out, err = run(OK)
     assert (status, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0] == "4 trials, 2 at a time: 0 done before, 4 to run"
+    assert lines[0] == "2 trials, 1 start, the bandit, 2 at a time: 0 done before, 4 to run"
     assert len(lines) == 5
     assert lines[-1].startswith("4/4  maths/")
     assert "  ok  " in lines[-1]
-    assert "left" in lines[1]
+    assert "  about 0 s left" in lines[3]
     folder = root / "trials/maths/grpo/seed-0"
     assert json.loads((folder / "result.json").read_text())["seen"] == {"quick": True, "threads": "1", "forked": True}
     assert (folder / "log.txt").read_text() == "maths/grpo/seed-0 prints\n"
     assert json.loads((folder / "timing.json").read_text())["seconds"] > 0
     assert json.loads((root / "bandit.json").read_text()) == {"quick": True, "factor": 4.0}
     before = results(root)
-    assert run(OK)[1] == "4 trials, 2 at a time: 4 done before, 0 to run\n"
+    assert run(OK)[1] == "2 trials, 1 start, the bandit, 2 at a time: 4 done before, 0 to run\n"
     assert results(root) == before
 
 
@@ -161,11 +162,12 @@ def test_what_crashes_costs_itself_and_what_comes_after_it_and_is_run_again_when
     before = results(root)
     (stage / "go").touch()
     assert run(trials)[1] == (
-        "9 trials, 2 at a time: 9 done before, 0 to run; 6 crashed before and stay so; --retry-crashed runs them again\n"
+        "8 trials, the bandit, 2 at a time: 9 done before, 0 to run; "
+        "6 crashed before and stay so; --retry-crashed runs them again\n"
     )
     assert results(root) == before
     assert (
-        "9 trials, 2 at a time: 3 done before, 6 to run; 6 crashed before and are run again\n"
+        "8 trials, the bandit, 2 at a time: 3 done before, 6 to run; 6 crashed before and are run again\n"
         in run(trials, retry_crashed=True)[1]
     )
     assert {name for name, error in errors(root).items() if error} == {"silent-0"}
@@ -192,7 +194,7 @@ def test_a_killed_runner_takes_its_trials_along_and_the_next_one_goes_on(start, 
     (root / "trials/maths/parent/seed-0/left.txt").touch()
     status, out, err = run(trials)
     assert (status, err) == (0, "")
-    assert out.startswith("6 trials, 2 at a time: 1 done before, 5 to run\n")
+    assert out.startswith("4 trials, 1 start, the bandit, 2 at a time: 1 done before, 5 to run\n")
     assert not (root / "trials/maths/parent/seed-0/left.txt").exists()
     gone_on = results(root)
     for path in root.rglob("*.json"):
@@ -227,7 +229,7 @@ def test_ctrl_c_while_the_trials_code_is_imported_is_quiet_too(start, run, root,
     assert first.wait(timeout=60) == 130
     (stage / "go").touch()
     until(lambda: gone(server))
-    assert first.communicate() == ("4 trials, 2 at a time: 0 done before, 4 to run\n", "")
+    assert first.communicate() == ("2 trials, 1 start, the bandit, 2 at a time: 0 done before, 4 to run\n", "")
     assert not (root / "trials").exists()
 
 
@@ -275,6 +277,22 @@ def test_only_takes_along_what_must_be_done_before() -> None:
     assert select(units, ["seed-1", "b/grpo/seed-0"]) == units[2:]
     with pytest.raises(ConfigError, match=r"--only grop: no trial's key contains it; .* such as b/grpo/seed-1"):
         select(units, ["seed-0", "grop"])
+
+
+def test_the_time_left_is_that_of_units_of_the_same_kind() -> None:
+    bandit, *others = units_of(trials(quick=True), Path("nowhere"), quick=True)
+    starts = [one for one in others if one.names["method"] == START][:4]
+    maths, search = (
+        [one for one in others if one.key.startswith(kind) and one not in starts][-2:] for kind in ("maths", "search")
+    )
+    ended = {"bandit": [500.0], "start": [30.0, 50.0], "maths": [9.0, 11.0], "search": [20.0]}
+    assert seconds_left([*starts, *maths], [(search[0], 5.0), (search[1], 70.0)], ended, 2) == (4 * 40 + 2 * 10 + 15 + 0) / 2
+    assert seconds_left([], [(search[0], 5.0)], ended, 2) == 15.0  # alone, it can't be shared
+    del ended["search"]
+    assert seconds_left([*search, bandit], [], ended, 1) == 10.0 + 10.0 + 500.0
+    del ended["maths"]
+    assert seconds_left(starts, [], ended, 4) == 40.0
+    assert seconds_left([*starts, *search], [], ended, 1) is None
 
 
 def test_a_plan_that_cant_be_kept_is_refused_before_anything_runs() -> None:

@@ -27,7 +27,7 @@ def test_methods_differ_in_the_preset_alone(scenario) -> None:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_start_has_the_scenarios_team_and_policies_and_no_step(scenario) -> None:
     start, run = _config(scenario, START), _config(scenario, "grpo")
-    assert (start.train.steps, run.train.steps, run.warm_start) == (0, 50, None)
+    assert (start.train.steps, run.train.steps, run.warm_start) == (0, 60, None)
     assert start.warm_start is not None
     assert (start.team, start.policies, start.data, start.seed) == (run.team, run.policies, run.data, run.seed)
 

@@ -37,6 +37,15 @@ def test_every_agent_of_every_method_has_a_row_and_every_row_is_as_long_as_the_h
             assert {len(row) for row in one.rows} == {len(one.headers)}
 
 
+def test_shares_and_skipped_updates_stand_with_the_agents():
+    trials = [{**trial("maths-shared", "grpo", seed, steps=10), "skipped": seed} for seed in range(3)]
+    table = of_scenario(analysed(trials)["scenarios"]["maths-shared"])[1]
+    row = dict(zip(table.headers, table.rows[0], strict=True))
+    assert row["valid turns, last"] == "0.950 [0.950, 0.950]"
+    assert row["rows compared with nothing"] == "0.125 [0.125, 0.125]"
+    assert row["updates of the method skipped, not finite"] == "3"
+
+
 def test_the_fit_has_a_row_per_scenario_and_one_for_all():
     found = analysed(reproduction(seeds=2))
     fits, bins = of_fit(found)
@@ -48,9 +57,12 @@ def test_the_fit_has_a_row_per_scenario_and_one_for_all():
 
 def test_claims_are_counted_and_listed():
     found = verdicts(analysed(reproduction("dr-mas", seeds=3)))
-    assert [row[1:] for row in of_claims(found).rows] == [["2", "0", "0", "0"]] * len(CLAIMS)
+    made = of_claims(found)
+    assert [row[1] for one in made for row in one.rows] == ["2"] * len(CLAIMS)
+    assert {cell for one in made for row in one.rows for cell in row[2:]} == {"0"}
+    assert made[-1].headers[1:] == ["holds", "not confirmed", "fails", "not tested"]
     listed = of_verdicts("maths-shared", found)
-    assert [row[1] for row in listed.rows] == ["confirmed"] * len(CLAIMS)
+    assert [row[1] for row in listed.rows] == ["confirmed"] * (len(CLAIMS) - 2) + ["holds"] * 2
 
 
 def test_failures_are_a_table_or_nothing():

@@ -4,6 +4,7 @@ fields."""
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from drmas.reproduce import plan, scenarios
+from drmas.reproduce import trial as trial_module
 from drmas.reproduce.plan import Trial
 from drmas.reproduce.results import read_results
 from drmas.reproduce.trial import measured, run_trial
@@ -85,6 +87,21 @@ def test_I9_a_trial_run_again_gives_the_same_result(small, tmp_path) -> None:
     assert (again / "result.json").read_bytes() == before
 
 
+def test_a_run_that_was_told_to_stop_is_no_result(small, monkeypatch) -> None:
+    """SIGTERM ends a run after its step, in good order; what it leaves is no trial."""
+    real = trial_module.train
+
+    def stopped(config, **options):
+        return real(config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})}), **options)
+
+    monkeypatch.setattr(trial_module, "train", stopped)
+    with pytest.raises(RuntimeError, match="2 of 4 steps"):
+        run_trial(Trial("maths-separate", "rloo", 0), small, quick=True)
+    folder = small / "trials/maths-separate/rloo"
+    assert not (folder / "seed-0/result.json").exists()
+    shutil.rmtree(folder)
+
+
 def test_the_report_reads_what_trials_write(small) -> None:
     results = read_results(small)
     assert results.problems == ["settings.json: no such file", "bandit.json: no such file"]  # the runner's, not a trial's
@@ -92,8 +109,9 @@ def test_the_report_reads_what_trials_write(small) -> None:
     assert sizes == {method: {"solver": 153_408, "verifier": 153_408} for method in ("dr-mas", "grpo")}
 
 
-def _step(reward: float | None, skipped: float = 0.0) -> dict:
-    return {"step": 1, "reward/mean": reward, "train/main/skipped": skipped, "rollout/logprob_gap_max": 0.0}
+def _step(reward: float | None, skipped: float = 0.0, valid: float | None = 1.0) -> dict:
+    of_run = {"step": 1, "reward/mean": reward, "train/main/skipped": skipped, "rollout/logprob_gap_max": 0.0}
+    return of_run | {"rollout/verifier/valid_share": valid}
 
 
 @pytest.mark.parametrize(
@@ -103,6 +121,8 @@ def _step(reward: float | None, skipped: float = 0.0) -> dict:
         ([_step(0.8)] * 2 + [_step(0.5)] * 6 + [_step(0.41)] * 2, "ok", None),
         ([_step(0.8)] * 2 + [_step(0.5)] * 6 + [_step(0.39)] * 2, "diverged", "fell from 0.80 to 0.39"),
         ([_step(0.5), _step(None)], "diverged", "step 2"),
+        ([_step(0.5)] * 5 + [_step(0.5, valid=0.6)] * 4 + [_step(0.5, valid=None)], "ok", None),
+        ([_step(0.5)] * 5 + [_step(0.5, valid=0.4)] * 5, "diverged", "valid turns of verifier fell from 1.00 to 0.40"),
         ([_step(0.5), _step(0.5, skipped=1.0)], "diverged", "1 update(s) with a gradient that is not finite"),
     ],
 )

@@ -193,3 +193,33 @@ async def test_a_push_that_fails_changes_nothing_and_the_engine_goes_on(engine, 
 def test_what_only_vllm_has_is_refused(setting) -> None:
     with pytest.raises(ValueError, match=next(iter(setting))):
         EngineConfig(backend="torch", **setting)
+
+
+async def test_I2_no_token_of_a_batch_is_sampled_after_its_weights_have_changed(engine, weights) -> None:
+    """A push that comes while a batch is computed waits for it, and nothing of the batch is mixed."""
+    zero = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    waiting = [
+        asyncio.create_task(engine.generate([7, 8], Sampling(max_tokens=60), seed=seed, key=str(seed))) for seed in range(8)
+    ]
+    while not engine._computing.locked():
+        await asyncio.sleep(0)
+    sync = WeightSync(engine, Weights(zero), is_sender=True)
+    await asyncio.get_running_loop().run_in_executor(None, sync.push, 1)
+    done = [await task for task in waiting]
+    assert {version for each in done for version in each.versions} == {0}
+    even = -math.log(len(engine._tokenizer))  # what weights of zero give every token
+    assert all(abs(value - even) > 1e-4 for each in done for value in each.logprobs)
+    after = await engine.generate([7, 8], Sampling(max_tokens=4), seed=1, key="k")
+    assert set(after.versions) == {1}
+    assert after.logprobs == pytest.approx([even] * len(after.logprobs))
+
+
+async def test_a_request_of_a_key_whose_batch_still_runs_is_not_lost(engine) -> None:
+    first = asyncio.create_task(engine.generate([7, 8], Sampling(max_tokens=60), seed=1, key="k"))
+    while not engine._computing.locked():
+        await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    again = await asyncio.wait_for(engine.generate([9], Sampling(max_tokens=2), seed=2, key="k"), timeout=60)
+    assert len(again.token_ids) <= 2

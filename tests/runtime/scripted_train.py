@@ -1,7 +1,8 @@
 """`drmas train` with scripted engines in the place of vLLM's: teachers that are wrong at times. For tests on several ranks.
 
 FAIL or KILL in the environment, as RANK:UPDATE, has that rank raise a DataError, or die, in an update of its own. DIE, as
-numbers separated by commas, kills the engine at those requests. For paths with FULL in them the disk is full.
+numbers separated by commas, kills the engine at those requests. For paths with FULL in them the disk is full. The rank BLIND
+has no data.
 """
 
 import itertools
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 
 import drmas.runtime.engines
 from drmas.cli.main import main
+from drmas.envs.source import TaskSource
 from drmas.envs.sums import demonstrate
 from drmas.errors import DataError, EngineDied
 from drmas.policy.trainer import PolicyTrainer
@@ -45,6 +47,12 @@ def troubled_update(self, *args, **kwargs):
     return update(self, *args, **kwargs)
 
 
+def blind_source(self, *args, **kwargs):
+    raise DataError("this rank has no data")
+
+
+if "BLIND" in os.environ and os.environ["BLIND"] == os.environ.get("RANK"):
+    TaskSource.__init__ = blind_source
 disk_usage = shutil.disk_usage
 
 

@@ -21,7 +21,7 @@ from drmas.rollout.collector import Collector
 from drmas.rollout.scripted import ScriptedEngine
 from drmas.runtime.controller import Controller
 from drmas.runtime.driver import Driver
-from drmas.telemetry.alarms import Alarms
+from drmas.telemetry.alarms import Alarms, read_alarms
 from drmas.telemetry.console import Console
 from drmas.telemetry.sinks import MetricsLog, read_metrics
 from drmas.telemetry.trace import Profile
@@ -113,8 +113,10 @@ class Loop:
         fail=(),
         team: str = "writer-critic",
         estimator: Estimator | None = None,
+        other_trains: bool = True,
     ) -> None:
-        policies = {"main": config.policies["main"], "other": config.policies["main"].model_copy()}
+        other = config.policies["main"].model_copy(update={"trainable": other_trains})
+        policies = {"main": config.policies["main"], "other": other}
         team, estimator = {"name": team}, estimator or resolve("dr-mas")
         self.config = config.model_copy(update={"policies": policies, "team": team, "warm_start": None})
         self.policies = {name: CountingPolicy(name, policy, not_finite) for name, policy in policies.items()}
@@ -346,7 +348,37 @@ def test_I3_a_probe_that_failed_takes_its_tasks_rows_out_of_the_loss_and_nothing
         assert [(row.task, row.reward) for row in batch.rows] == [(second, 0.0), (second, 1.0)]
         assert list(batch.advantages) == [0.0, 1.0]  # the second task's greedy episode was wrong
     (metrics,) = read_metrics(tmp_path)
-    assert (metrics["reward/mean"], metrics["rollout/drafter/rows"], metrics["train/main/rows"]) == (0.5, 2, 2)
+    assert (metrics["reward/mean"], metrics["rollout/drafter/rows"], metrics["train/main/rows"]) == (0.5, 4, 2)
     assert (metrics["rollout/probe_episodes"], metrics["rollout/probe_failed/engine"]) == (2, 1)
+    conduct = [metrics[f"rollout/drafter/{name}"] for name in ("calls_per_episode", "reward_mean", "advantage_mean")]
+    assert conduct == [1.0, 0.5, 0.5]  # of all finished episodes; of those with a baseline
+    assert metrics["advantage/drafter/without_baseline"] == 2
     assert metrics["reward/probe/greedy"] == 0.0
     assert "rollout/failed/engine" not in metrics
+
+
+def test_a_step_without_any_baseline_raises_an_alarm_that_says_why(loop, tmp_path: Path) -> None:
+    def drafter(prompt: str, key: str) -> str:
+        if "#greedy/" in key:
+            raise EngineError("refused by the test")
+        return by_case("1")(prompt, key)
+
+    loop(drafter, by_case("1"), steps=1, team="drafter-fixer", estimator=resolve("remax")).controller.run(1)
+    (metrics,) = read_metrics(tmp_path)
+    assert (metrics["rollout/drafter/rows"], metrics["advantage/drafter/without_baseline"]) == (4, 4)
+    assert (metrics["rollout/drafter/reward_mean"], metrics["rollout/drafter/advantage_mean"]) == (0.5, None)
+    alarms = [alarm for alarm in read_alarms(tmp_path) if alarm.agent == "drafter"]
+    assert [(alarm.kind, len(alarm.rows)) for alarm in alarms] == [("baseline", 4)]
+    failed = "their baseline episodes failed (rollout/probe_failed/engine)"
+    assert alarms[0].message == f"none of 4 rows has an advantage: {failed}"
+
+
+def test_I11_a_frozen_policy_is_measured_also_where_its_rows_have_no_advantage(loop, tmp_path: Path) -> None:
+    estimator = resolve("difference", team=["drafter", "fixer"], trained=["drafter"])
+    made = loop(by_case("1"), by_case("1"), steps=1, team="drafter-fixer", estimator=estimator, other_trains=False)
+    made.controller.run(1)
+    (metrics,) = read_metrics(tmp_path)
+    assert made.policies["other"].scored == 4
+    assert (metrics["rollout/fixer/logprob_gap_mean"], metrics["rollout/fixer/frozen"]) == (0.0, 4)
+    assert (metrics["advantage/fixer/without_baseline"], metrics["rollout/probe_episodes"]) == (4, 2)
+    assert metrics["alarms/count"] == 0

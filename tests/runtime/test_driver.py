@@ -219,7 +219,10 @@ def test_what_probes_earned_reaches_all_ranks_and_nothing_else_of_them_does(make
     assert message["rows"] == alone.collect(1, AT_0)["rows"]
     alone.finish(1, values, StepRecord(policies={"main": PolicyReport(version=1)}), {})
     without = read_metrics(tmp_path)[-1]
+    tokens = sum(len(turn["response_ids"]) for episode in written if episode["probe"] for turn in episode["turns"])
+    assert tokens > 0
     extra = {"reward/probe/greedy": 1.0, "reward/probe/without_solver": 0.0, "rollout/probe_episodes": 6}
+    extra["rollout/probe_tokens"] = tokens
     same = [key for key in without if not key.endswith(("seconds", "per_second"))]
     assert {key: with_probes[key] for key in same} == {key: without[key] for key in same}
     assert {key: with_probes[key] for key in with_probes.keys() - without.keys()} == extra

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from drmas.config.schema import RunConfig
 from drmas.core.estimators import resolve
 from drmas.errors import ConfigError, ModelError
 from drmas.runtime.models import TINY, resolve_model, write_tiny_qwen3
-from drmas.runtime.placement import check, describe, has_critic, notes, parameters, policy_ranks
+from drmas.runtime.placement import check, describe, has_critic, notes, parameters, policy_ranks, run_estimator
 
 MAIN = "policies.main"
 
@@ -109,6 +110,17 @@ def test_what_does_not_fit_the_ranks_or_the_machine_is_refused(two, words, world
         check(config, load_team(config.team), world=world)
 
 
+@pytest.mark.parametrize("name", ["failed", "probe_failed"])
+@pytest.mark.parametrize("policy", ["main", "other"])
+def test_an_agent_that_is_called_as_a_counter_is_refused(two, name, policy):
+    config = two()
+    team = load_team(config.team)
+    agents = {name: team.agents["solver"].model_copy(update={"policy": policy})}
+    remote = config.model_copy(update={"remotes": {"other": None}})
+    with pytest.raises(ConfigError, match=f"an agent can't be called {name}: rollout/{name}/KIND counts failed episodes"):
+        check(remote, SimpleNamespace(agents=agents), world=1)
+
+
 def test_what_does_not_fit_the_model_is_refused(two):
     with pytest.raises(ModelError, match=r"policies.other.pipeline_parallel is 5; it must divide the model's 4 layers"):
         summary(two("--policies.other.pipeline-parallel", "5"), 5)
@@ -164,6 +176,11 @@ def test_the_summary_names_layout_stack_and_memory(two):
             ["policies.main.critic has no effect: only policies with an agent under advantage.preset ppo have one"],
         ),
         (
+            ["--team.solver.length-penalty", "0.5"],
+            ["team.solver.length_penalty has no effect: length_buffer is 0"],
+        ),
+        (["--team.solver.length-penalty", "0.5", "--team.solver.length-buffer", "4"], []),
+        (
             ["--policies.main.trainable", "false", "--policies.other.trainable", "false"],
             ["no policy is trainable; the run samples and trains nothing"],
         ),
@@ -188,6 +205,52 @@ def test_a_policy_has_a_critic_where_one_of_its_agents_needs_it(two, words, crit
     config = two(*words)
     team = load_team(config.team)
     assert [name for name in config.policies if has_critic(config, team, name)] == critics
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--advantage.preset", "remax"], "advantage.preset is 'remax'"),
+        (["--advantage.agents.verifier.preset", "ema"], "advantage.agents.verifier.preset is 'ema'"),
+    ],
+)
+def test_dynamic_sampling_is_refused_with_presets_that_learn_from_equal_groups(two, words, key):
+    config = two("--rollout.dynamic.enabled", "true", *words)
+    with pytest.raises(ConfigError, match=f"rollout.dynamic.enabled is true and {key}"):
+        run_estimator(config, load_team(config.team))
+    for fine in (("--rollout.dynamic.enabled", "true", "--advantage.preset", "dapo"), words):
+        config = two(*fine)
+        run_estimator(config, load_team(config.team))
+
+
+@pytest.mark.parametrize(
+    "words", [["--team.solver.trainable", "false"], ["--policies.main.trainable", "false"], ["--team.solver.policy", "far"]]
+)
+def test_only_agents_that_are_trained_have_counterfactuals(two, words):
+    far = ["--remotes.far.url", "http://127.0.0.1:1/v1", "--remotes.far.model", "x"]
+    config = two("--advantage.preset", "difference", *far, *words)
+    probes = run_estimator(config, load_team(config.team)).probes
+    assert [probe.without for probe in probes] == ["verifier"]
+
+
+def test_what_dapo_brings_along_is_said_with_what_the_run_has_otherwise(two):
+    brings = "loss.clip_high 0.28, loss.aggregation token, loss.kl unset, rollout.dynamic.enabled true"
+
+    def said(*words: str) -> list[str]:
+        config = two(*words)
+        return notes(config, load_team(config.team), world=1)
+
+    run, one = ("--advantage.preset", "dapo"), ("--advantage.agents.verifier.preset", "dapo")
+    assert said() == []
+    assert said(*run) == said(*run, *one) == [f"advantage.preset is dapo, which comes with {brings}; so it is here"]
+    otherwise = ("--loss.clip-high", "0.2", "--rollout.dynamic.enabled", "false", "--policies.other.loss.kl", "k3")
+    (note,) = said(*run, *otherwise)
+    assert note.endswith("; here loss.clip_high 0.2, policies.other.loss.kl k3, rollout.dynamic.enabled false")
+    (note,) = said(*one)
+    assert note == (
+        "advantage.agents.verifier.preset is dapo, which sets nothing else for a single agent; as the run's it comes with "
+        f"{brings}; here loss.clip_high 0.2, rollout.dynamic.enabled false"
+    )
 
 
 def test_the_summary_counts_the_episodes_of_probes(two):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+from importlib import resources
 
 import pytest
 
@@ -62,7 +64,8 @@ def dry_run(tmp_path, monkeypatch, capsys):
         except SystemExit as ended:
             status = ended.code
         said = capsys.readouterr()
-        return status, dict(re.split(r" {2,}", line, maxsplit=1) for line in said.out.splitlines()), said.err
+        parts = [re.split(r" {2,}", line, maxsplit=1) for line in said.out.splitlines()]
+        return status, {part[0]: part[-1] for part in parts}, said.err  # a note is its own label
 
     return run
 
@@ -214,3 +217,61 @@ def test_missing_files_of_every_part(tmp_path, monkeypatch):
     parts = '{"x": {"data": {"type": "jsonl", "path": "a.jsonl b.jsonl"}}, "y": {"data": {"type": "facts"}}}'
     words = ["--warm-start", "null", "--data.type", "mix", "--data.parts", parts]
     assert missing_files(load("arithmetic-tiny", words).data) == ["a.jsonl"]
+
+
+def test_a_dataset_of_the_hub_is_not_fetched(dry_run, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    asked = []
+    monkeypatch.setattr("huggingface_hub.hf_api.HfApi.repo_info", lambda *args, **kwargs: asked.append(kwargs))
+    words = ["--data.type", "huggingface", "--data.path", "openai/gsm8k", "--train.epochs", "3"]
+    status, lines, err = dry_run(
+        "paper-maths-4b", *words, "--eval.data", '{"type": "huggingface", "path": "a/b", "split": "x"}'
+    )
+    assert (status, err, asked) == (0, "", [])
+    assert lines["data"] == (
+        "openai/gsm8k, split train, is not in the hub's cache; a start fetches it; train.epochs is 3, which becomes steps then"
+    )
+    assert lines["eval data"] == "a/b, split x, is not in the hub's cache; a start fetches it"
+    status, _, err = dry_run("paper-maths-4b", *words, "--data.path", "runs/old--export")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "data.path runs/old--export: not a dataset's name" in err
+
+
+def test_the_note_on_a_profile_knows_the_steps_of_epochs_or_stays_away(dry_run, tmp_path):
+    """Of 64 tasks, 32 a step: 10 epochs are 20 steps, and one is 2. The schema's own 10 steps say nothing."""
+    data = ["--data.type", "jsonl", "--data.path", "t.jsonl", "--warm-start", "null", "--telemetry.profile", "steps=19-20"]
+
+    def run(epochs: str) -> str:
+        return "\n".join(map(" ".join, dry_run("arithmetic-tiny", *data, "--train.epochs", epochs)[1].items()))
+
+    assert "to trace" not in run("1")
+    (tmp_path / "t.jsonl").write_text('{"question": "1+1", "answer": "2"}\n' * 64)
+    assert "to trace" not in run("10")
+    assert "telemetry.profile is steps=19-20; the run has 2 steps to trace" in run("1")
+
+
+def test_references_and_critics_that_are_not_here_are_listed(dry_run):
+    here = "hf download {} does"
+    words = ["--policies.solver.reference", "Qwen/Qwen3-8B", "--policies.solver.critic.model", "Qwen/Qwen3-0.6B"]
+    _, lines, _ = dry_run("paper-maths-4b", *words)
+    assert "model Qwen/Qwen3-8B" not in lines  # without effect, and a note says so
+    used = ["--advantage.preset", "ppo", "--loss.kl", "k3"]
+    status, lines, err = dry_run("paper-maths-4b", *words, *used)
+    assert (status, err) == (0, "")
+    for name in ("Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"):
+        assert lines[f"model {name}"].endswith(here.format(name))
+    for key in ("reference", "critic.model"):
+        status, _, err = dry_run("paper-maths-4b", *used, f"--policies.solver.{key}", "Qwen/Qwen9-1B")
+        assert (status, err.count("\n")) == (2, 1)
+        assert f"policies.solver.{key}: model 'Qwen/Qwen9-1B' is no folder here" in err
+
+
+def test_the_single_agent_of_the_page_has_the_solvers_settings():
+    page = (resources.files("drmas") / "recipes" / "README.md").read_text().replace("\\\n", " ")
+    (command,) = (line for line in page.splitlines() if line.startswith("drmas train") and "--team.name single" in line)
+    recipe, *words = shlex.split(command)[2:]
+    words.remove("--dry-run")
+    single, team = load_team(load(recipe, words).team), load_team(load(recipe).team)
+    assert single.agents == {"solver": single.agents["solver"]}
+    for key in ("policy", "max_tokens", "overlong", "invalid_penalty", "chat_template_options", "temperature"):
+        assert getattr(single.agents["solver"], key) == getattr(team.agents["solver"], key), key

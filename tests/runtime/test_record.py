@@ -50,6 +50,13 @@ def test_I8_every_agent_has_its_numbers_and_an_idle_one_shows_that_it_idled() ->
     assert metrics["advantage/verifier/singleton_share"] == 1.0
 
 
+def test_tokens_per_second_counts_the_tokens_of_probes_that_ran_in_these_seconds() -> None:
+    record = StepRecord()
+    record.add_seconds("rollout", 2.0)
+    metrics = metrics_of(record, episode(0, 1.0, "solver", "verifier"), probe_tokens=16)
+    assert (metrics["rollout/tokens"], metrics["rollout/tokens_per_second"]) == (4, 10.0)
+
+
 def test_I3_failed_episodes_are_counted_by_kind_and_nowhere_else() -> None:
     metrics = metrics_of(StepRecord(), episode(0, 1.0, "solver"), episode(1, None, "solver"))
     assert metrics["rollout/failed/timeout"] == 1

@@ -13,12 +13,10 @@ import pytest
 
 from drmas.agents.agent import AgentConfig
 from drmas.agents.team import TeamConfig, load_team
-from drmas.core.estimators import resolve
 from drmas.errors import CheckpointError
 from drmas.policy.broadcast import Broadcast
 from drmas.runtime import resume
-from drmas.runtime.resume import Checkpoints, fingerprint, restore_estimator
-from drmas.types import Row
+from drmas.runtime.resume import Checkpoints, fingerprint
 
 
 class Team(TeamConfig):
@@ -262,24 +260,3 @@ def test_the_code_that_a_team_depends_on_is_part_of_it(tmp_path, changed):
     (tmp_path / changed).write_text((tmp_path / changed).read_text() + "\n\nMORE = 1\n")
     linecache.checkcache()
     assert fingerprint(Outer(), [tmp_path / "tool.py"]) != before
-
-
-def row(reward: float) -> Row:
-    return Row("t", f"t#{reward}", "solver", "main", 0, [1], [2], [-1.0], [0], reward)
-
-
-def test_an_estimator_goes_on_from_a_checkpoint_and_one_without_its_state_is_refused():
-    before, after = resolve("ema", ema_decay=0.5), resolve("ema", ema_decay=0.5)
-    before([row(1.0)])
-    saved = json.loads(json.dumps({"source": 1, "estimator": before.state()}))
-    before([row(0.0)])  # goes on, and what was saved stays
-    restore_estimator(after, saved)
-    assert after([row(0.0)]).values == [-0.5]
-    message = "no state of the advantage estimator, which keeps baselines from step to step"
-    with pytest.raises(CheckpointError, match=message):
-        restore_estimator(resolve("ema"), {"source": 1})
-    with pytest.raises(CheckpointError, match="no state of the advantage estimator"):
-        restore_estimator(resolve("dr-mas", agents={"solver": {"preset": "ema"}}, team=["solver", "verifier"]), {"source": 1})
-    restore_estimator(resolve("dr-mas"), {"source": 1})  # as older versions saved them
-    with pytest.raises(CheckpointError):
-        restore_estimator(resolve("dr-mas"), saved)

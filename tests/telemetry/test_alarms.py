@@ -110,6 +110,20 @@ def test_a_spike_names_ten_rows_and_none_that_is_not_trained_or_has_no_advantage
     assert raised[0].rows == [f"t#{i}/0" for i in range(2, 12)]
 
 
+def test_an_agent_none_of_whose_rows_has_a_baseline_is_named_with_why_and_a_frozen_one_is_not():
+    none = {"advantage/solver/without_baseline": 4.0}
+    some = {"advantage/solver/without_baseline": 3.0}
+    failed = none | {"rollout/probe_failed/tool": 2.0}
+    raised, _ = run({2: some, 3: none, 4: some, 5: failed}, steps=6, advantages=[None, 0.5] * 4)
+    assert said(raised) == [(3, "baseline", "solver"), (5, "baseline", "solver")]
+    assert [alarm.message for alarm in raised] == [
+        "none of 4 rows has an advantage: no baseline covers them",
+        "none of 4 rows has an advantage: their baseline episodes failed (rollout/probe_failed/tool)",
+    ]
+    assert raised[0].rows == ["t#0/0", "t#1/0", "t#2/0", "t#3/0"]
+    assert run({3: none | {"rollout/solver/frozen": 4.0}})[0] == []
+
+
 @pytest.mark.parametrize("norm", [math.nan, math.inf, None])
 def test_a_norm_that_is_not_finite_is_a_spike_from_the_first_step_on(norm):
     raised, _ = run({1: {"train/main/verifier/grad_norm": norm}}, steps=2)

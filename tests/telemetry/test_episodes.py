@@ -22,6 +22,7 @@ def test_an_episode_reads_back_with_its_turns_ids_advantages_and_segments(tmp_pa
         "truth": "2",
         "answer": "2",
         "reward": 1.0,
+        "agent_rewards": {},
         "status": "ok",
         "message": "",
         "seconds": 1.5,

@@ -208,6 +208,24 @@ def test_intervals_lie_where_the_axis_says_in_the_order_of_their_rows():
     assert dots[0].find(f"{SVG}title").text == "rloo: 0.05 [-0.1, 0.2]"
 
 
+def test_each_value_of_a_span_is_a_dot():
+    svg = interval_chart([Span("a", 0.5, 0.25, 0.75, each=[0.0, None, 1.0])], title="t", x_label="x", reference=0.5)
+    (path,) = re.findall('class="points s0" d="(.*?)"', svg)
+    first, second = (float(x) for x in re.findall(r"M(\S+) ", path))
+    middle = float(re.search('<circle class="dot s0" cx="(.*?)"', svg).group(1))
+    assert middle == pytest.approx((first + second) / 2, abs=0.1)
+
+
+def test_points_outside_the_range_are_counted_and_intervals_are_cut():
+    cloud = Points("a", [1.0, 1.0, 2.0, 3.0], [1.0, 50.0, 0.0, None], large=True, low=[-1.0, 1, 1, 1], high=[2.0, 60, 1, 1])
+    faint = Points("", [1.0, 5.0], [0.5, 2.0], faint=True)
+    svg = scatter_chart([faint, cloud], title="t", x_label="x", y_label="y", y_range=(0.1, 10.0))
+    assert "2 points outside" in svg
+    assert svg.count("<circle") == 1
+    assert len(re.findall(r'class="line s1" d="M\S+ \S+V\S+"', svg)) == 1
+    assert 'class="points s0" style="opacity:.16"' in svg
+
+
 def test_no_intervals_are_a_chart_without_values():
     assert "no values" in interval_chart([], title="t", x_label="x", reference=0.0)
     svg = interval_chart([Span("a", 0.0, 0.0, 0.0)], title="t", x_label="x", reference=0.0)

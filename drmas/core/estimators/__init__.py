@@ -66,35 +66,48 @@ _CHOICES = {"whiten": ("pooled", "agent"), "penalty": ("inside", "outside")}
 
 
 def resolve(
-    preset: str, *, agents: Mapping[str, Mapping[str, Any]] | None = None, team: Sequence[str] = (), **settings: Any
+    preset: str,
+    *,
+    agents: Mapping[str, Mapping[str, Any]] | None = None,
+    team: Sequence[str] = (),
+    trained: Sequence[str] | None = None,
+    **settings: Any,
 ) -> Estimator:
-    """The preset's estimator with the settings that aren't None; `agents` has other settings, a preset among them, for some.
+    """The preset's estimator with the settings that aren't None; `agents` has other settings for some: all of them where a
+    preset is among them, else changes to the run's.
 
-    `team`: the names of all agents. ConfigError: an unknown preset, setting or agent, a value out of range, or a setting that
-    the preset has no use for.
+    `team`: the names of all agents; `trained`: of those that learn (all if None), which alone are worth episodes of their own.
+    ConfigError: an unknown preset, setting or agent, a value out of range, or a setting that the preset has no use for.
 
     Example: resolve("grpo", agents={"verifier": {"preset": "remax"}}, team=["solver", "verifier"])
     """
+    learners = tuple(team) if trained is None else tuple(agent for agent in team if agent in trained)
     if not agents:
-        return _resolve(preset, tuple(team), settings)
+        return _resolve(preset, tuple(team), learners, settings)
     for agent in agents:
         if agent not in team:
             raise ConfigError(f"advantage.agents names {agent!r}, which isn't in the team; {expected_names(agent, team)}")
-    own = {agent: _of_agent(agent, dict(changes)) for agent, changes in agents.items()}
-    rest = tuple(agent for agent in team if agent not in own)
-    return Roles(_resolve(preset, rest, settings) if rest else None, own)
+    rest = tuple(agent for agent in team if agent not in agents)
+    others = _resolve(preset, rest or tuple(team), tuple(agent for agent in rest if agent in learners), settings)
+    own = {agent: _of_agent(agent, agent in learners, of_agent(changes, preset, settings)) for agent, changes in agents.items()}
+    return Roles(others if rest else None, own)
 
 
-def _of_agent(agent: str, settings: dict[str, Any]) -> Estimator:
+def of_agent(changes: Mapping[str, Any], preset: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings of an agent that has `changes` in a run of `preset` with `settings`: those of another preset are its own."""
+    return dict(changes) if "preset" in changes else {**settings, **changes, "preset": preset}
+
+
+def _of_agent(agent: str, learns: bool, settings: dict[str, Any]) -> Estimator:
     if "agents" in settings:
         raise ConfigError(f"advantage.agents.{agent}.agents has no meaning; name every agent in advantage.agents")
     try:
-        return _resolve(settings.pop("preset", "dr-mas"), (agent,), settings)
+        return _resolve(settings.pop("preset"), (agent,), (agent,) if learns else (), settings)
     except ConfigError as error:
         raise ConfigError(str(error).replace("advantage.", f"advantage.agents.{agent}.")) from error
 
 
-def _resolve(preset: str, team: tuple[str, ...], settings: Mapping[str, Any]) -> Estimator:
+def _resolve(preset: str, team: tuple[str, ...], learners: tuple[str, ...], settings: Mapping[str, Any]) -> Estimator:
     if preset not in ESTIMATORS:
         raise ConfigError(f"advantage.preset is {preset!r}; {expected_names(preset, ESTIMATORS)}")
     given = {name: value for name, value in settings.items() if value is not None and value != _UNSET.get(name)}
@@ -107,7 +120,9 @@ def _resolve(preset: str, team: tuple[str, ...], settings: Mapping[str, Any]) ->
         if given.get(name, choices[0]) not in choices:
             raise ConfigError(f"advantage.{name} is {given[name]!r}; expected one of {', '.join(choices)}")
     if "team" in signature(make).parameters:
-        given["team"] = team
+        if not team:
+            raise ConfigError(f"advantage.preset is {preset!r} without a team; expected the agents that are to be left out")
+        given["team"] = learners
     made = make(**{name: value for name, value in given.items() if name in used or name == "team"})
     if not afterwards:
         return made

@@ -7,12 +7,12 @@ name. Called by the controller, on every rank with the same rows, and by `drmas 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 from drmas.core.advantages import AdvantageRow, AdvantageRule, Advantages, advantages, check_rows
+from drmas.core.means import mean_of
 from drmas.errors import CheckpointError
 
 Penalty = Literal["inside", "outside"]
@@ -43,17 +43,18 @@ class Evidence:
     values: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     """Policy -> the critic's value of every response token of each of its rows, in the order of the rows."""
     baselines: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
-    """Task id -> probe's name -> rewards of its finished episodes."""
+    """Task id -> probe's name -> rewards of its finished episodes. Where the team rewards an agent by itself in a probe in
+    which all speak, the agent's own stand there too, under `reward_of(probe's name, agent)`."""
 
-    def baseline(self, task: str, probe: str) -> float | None:
-        """The mean reward of a probe's finished episodes of a task; None where there are none."""
-        rewards = self.baselines.get(task, {}).get(probe, ())
-        return mean_of(rewards) if rewards else None
+    def baseline(self, task: str, probe: str, agent: str) -> float | None:
+        """The mean reward that the agent had in a probe's finished episodes of a task; None where there are none."""
+        rewards = self.baselines.get(task, {})
+        return mean_of(rewards.get(reward_of(probe, agent)) or rewards.get(probe, ()))
 
 
-def mean_of(values: Sequence[float]) -> float:
-    """In any order the same, and of equal values that value (three times 0.1 over 3 is not 0.1 in floating point)."""
-    return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
+def reward_of(probe: str, agent: str) -> str:
+    """Under which name `Evidence.baselines` has the rewards of an agent that the team rewards by itself."""
+    return f"{probe}, {agent}"
 
 
 NOTHING = Evidence()
@@ -70,6 +71,17 @@ class Estimator(Protocol):
     @property
     def probes(self) -> tuple[Probe, ...]:
         """What has to run beside each group, for `Evidence.baselines`."""
+        ...
+
+    @property
+    def penalty(self) -> Penalty:
+        """Penalties are part of what is normalised ("inside"), or taken off afterwards (I7)."""
+        ...
+
+    @property
+    def equal_groups_teach(self) -> bool:
+        """A group whose episodes all earn the same may get advantages other than 0, penalties aside; dynamic sampling, which
+        drops such groups, has no place then."""
         ...
 
     def __call__(self, rows: Sequence[AdvantageRow], evidence: Evidence = NOTHING) -> Advantages:
@@ -93,9 +105,10 @@ class Estimator(Protocol):
 
 
 class Stateless:
-    """What most estimators share: no critic, no probes, nothing kept, penalties outside."""
+    """What most estimators share: no critic, no probes, nothing kept, penalties outside, equal groups without a lesson."""
 
     needs_critic: ClassVar[bool] = False
+    equal_groups_teach: ClassVar[bool] = False
 
     @property
     def probes(self) -> tuple[Probe, ...]:
@@ -131,6 +144,11 @@ class Segmented(Stateless):
     @property
     def penalty(self) -> Penalty:
         return self.rule.penalty
+
+    @property
+    def equal_groups_teach(self) -> bool:
+        """Only the bare reward; a lone row that keeps its own ("raw") is no lesson about the group."""
+        return self.rule.mean == self.rule.std == "none"
 
     def __call__(self, rows: Sequence[AdvantageRow], evidence: Evidence = NOTHING) -> Advantages:
         return advantages(rows, self.rule)

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from drmas.core.advantages import AdvantageRow, Advantages, check_rows
-from drmas.core.estimators.base import NOTHING, Evidence, Stateless, above, mean_of
+from drmas.core.estimators.base import NOTHING, Evidence, Stateless, above
+from drmas.core.means import mean_of
 from drmas.errors import CheckpointError
 
 
 @dataclass(slots=True)
 class Ema(Stateless):
     ema_decay: float = 0.95
+    equal_groups_teach: ClassVar[bool] = True
     baselines: dict[str, float] = field(default_factory=dict, init=False)
     """Agent -> b_k, as of the last step in which it had rows."""
 

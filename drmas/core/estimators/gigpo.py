@@ -11,9 +11,9 @@ shorter way to the same reward is better where states repeat. `mean=task` pools 
 Penalties stay outside both terms (I7); "inside" takes them off R and G.
 
 Fails where states don't repeat: sampled text makes nearly every later prompt another one, so that Q is 0 but for first turns,
-where with gamma 1 it repeats E; similarity groups prompts that differ in the one token that matters, too, and a low one over
-long prompts takes minutes. gamma < 1 makes long
-episodes worth less in Q, wanted or not. Episodes that meet a state twice count twice in it.
+where with gamma 1, the default here (the reference scripts have 0.95), it repeats E; similarity groups prompts that differ in
+the one token that matters, too, and a low one over long prompts takes minutes. gamma < 1 makes long episodes worth less in Q,
+wanted or not. Episodes that meet a state twice count twice in it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ class Gigpo(Stateless):
     @property
     def penalty(self) -> Penalty:
         return self.rule.penalty
+
+    @property
+    def equal_groups_teach(self) -> bool:
+        """As E has it: where whole episodes earn the same, the discount of Q alone is no reason to keep a group."""
+        return self.rule.mean == self.rule.std == "none"
 
     def __call__(self, rows: Sequence[AdvantageRow], evidence: Evidence = NOTHING) -> Advantages:
         episodes = advantages(rows, self.rule)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -42,6 +42,7 @@ class Ppo(Stateless):
     eps: float = 1e-6
     whiten: Pool = "agent"
     needs_critic: ClassVar[bool] = True
+    equal_groups_teach: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("mean", "std"):
@@ -49,10 +50,14 @@ class Ppo(Stateless):
                 raise ConfigError(f"advantage.{name} is {getattr(self, name)!r}; with preset 'ppo' expected agent or none")
 
     def __call__(self, rows: Sequence[Row], evidence: Evidence = NOTHING) -> Advantages:
-        """ValueError: a policy without values, or a row with another number of them than response tokens."""
+        """Rows of a policy that has no critic get no advantage, and take no part.
+
+        ValueError: a row with another number of values than response tokens.
+        """
         check_rows(rows)
         values = _of_rows(rows, evidence.values)
-        raw, returns = gae(rows, values, self.gamma, self.gae_lambda)
+        known = [row if row.policy in evidence.values else replace(row, status="no critic") for row in rows]
+        raw, returns = gae(known, values, self.gamma, self.gae_lambda)
         center, scale = self.mean != "none", self.std != "none"
         white = whitened(rows, raw, self.whiten, center=center, scale=scale, eps=self.eps)
         tokens = TokenAdvantages(as_lists(white, less=[row.penalty for row in rows]), returns, values)
@@ -65,12 +70,10 @@ class Ppo(Stateless):
 
 
 def _of_rows(rows: Sequence[Row], values: Mapping[str, Sequence[Sequence[float]]]) -> list[list[float]]:
-    if missing := {row.policy for row in rows} - values.keys():
-        raise ValueError(f"no critic's values of policy {', '.join(sorted(missing))}")
     queues = {policy: iter(own) for policy, own in values.items()}
-    found = [list(next(queues[row.policy], ())) for row in rows]
+    found = [list(next(queues.get(row.policy, iter(())), ())) for row in rows]
     for i, (row, own) in enumerate(zip(rows, found, strict=True)):
-        if len(own) != len(row.response_ids):
+        if row.policy in values and len(own) != len(row.response_ids):
             raise ValueError(f"row {i} has {len(own)} values for {len(row.response_ids)} response tokens")
     return found
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -33,6 +33,7 @@ class ReinforcePP(Stateless):
     whiten: Pool = "pooled"
     eps: float = 1e-6
     penalty: Penalty = "outside"
+    equal_groups_teach: ClassVar[bool] = True
 
     def __call__(self, rows: Sequence[AdvantageRow], evidence: Evidence = NOTHING) -> Advantages:
         check_rows(rows)

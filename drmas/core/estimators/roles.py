@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from drmas.core.advantages import AdvantageRow, Advantages, Segment, TokenAdvantages
-from drmas.core.estimators.base import NOTHING, Estimator, Evidence, Probe
+from drmas.core.estimators.base import NOTHING, Estimator, Evidence, Penalty, Probe
 from drmas.errors import CheckpointError
 
 _DEFAULT = ""
@@ -43,6 +43,19 @@ class Roles:
             if probe.name not in found or found[probe.name].episodes < probe.episodes:
                 found[probe.name] = probe
         return tuple(found.values())
+
+    @property
+    def penalty(self) -> Penalty:
+        """Inside where one of them has it so; each deals with penalties in its own way."""
+        return "inside" if any(each.penalty == "inside" for each in self._all.values()) else "outside"
+
+    @property
+    def equal_groups_teach(self) -> bool:
+        return any(each.equal_groups_teach for each in self._all.values())
+
+    def of(self, agent: str) -> Estimator:
+        """Whose advantages the agent's rows take. KeyError: nobody's."""
+        return self._all[agent if agent in self.agents else _DEFAULT]
 
     def __call__(self, rows: Sequence[AdvantageRow], evidence: Evidence = NOTHING) -> Advantages:
         """A critic learns from all rows of its policy: a row whose own estimator gives no returns takes those of another."""

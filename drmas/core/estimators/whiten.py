@@ -82,6 +82,10 @@ class Whitened:
     def probes(self) -> tuple[Probe, ...]:
         return self.inner.probes
 
+    @property
+    def equal_groups_teach(self) -> bool:
+        return self.inner.equal_groups_teach
+
     def __call__(self, rows: Sequence[AdvantageRow], evidence: Evidence = NOTHING) -> Advantages:
         check_rows(rows)
         outside = self.penalty == "outside"

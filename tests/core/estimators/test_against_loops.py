@@ -92,8 +92,8 @@ def check(found, rows, expected):
 def test_comparisons_of_rows(make_step, seed):
     rows = make_step(seed)
     check(resolve("dr-mas")(rows), rows, by_agent(rows))
-    for preset in ("grpo", "dapo"):
-        check(resolve(preset)(rows), rows, by_episode(rows, scaled=True))
+    for estimator in (resolve("grpo"), resolve("dapo", penalty="outside")):
+        check(estimator(rows), rows, by_episode(rows, scaled=True))
     factor = {
         task: len({rows[i].episode for i in included(rows) if rows[i].task == task}) for task in {row.task for row in rows}
     }

@@ -108,8 +108,16 @@ def test_I6_equal_advantages_are_zero():
 def test_a_row_with_another_number_of_values_is_refused():
     with pytest.raises(ValueError, match="row 0 has 1 values for 2 response tokens"):
         gae([row("a", "solver", 0, 2)], [[0.0]], Ppo())
-    with pytest.raises(ValueError, match="no critic's values of policy main"):
-        Ppo()([row("a", "solver", 0, 2)])
+
+
+def test_rows_of_a_policy_without_a_critic_have_no_advantage_and_change_none():
+    rows = [row("a", "x", 0, 1), row("a", "y", 1, 2, policy="other"), row("b", "x", 0, 1, reward=0.0)]
+    for rule in (Ppo(), Ppo(whiten="pooled")):
+        assert rule(rows).values == [None] * 3
+        found = rule(rows, Evidence({"main": [[0.25], [0.75]]}))
+        alone = rule(rows[::2], Evidence({"main": [[0.25], [0.75]]}))
+        assert found.values == [alone.values[0], None, alone.values[1]]
+        assert found.tokens.returns[1] is None
 
 
 def test_statistics_that_a_critic_has_no_use_for_are_refused():

@@ -1,14 +1,16 @@
 """From settings to an estimator: presets with changes, estimators of single agents, and what is refused."""
 
 import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from drmas.config.schema import AdvantageConfig
 from drmas.core.advantages import AdvantageRule
-from drmas.core.estimators import ESTIMATORS, Probe, resolve, settings_of
-from drmas.core.estimators.base import Segmented
+from drmas.core.estimators import ESTIMATORS, Evidence, Probe, resolve, settings_of
+from drmas.core.estimators.base import Segmented, reward_of
 from drmas.core.estimators.ppo import Ppo
 from drmas.core.estimators.roles import Roles
 from drmas.core.estimators.whiten import Whitened
@@ -19,7 +21,8 @@ TEAM = ("solver", "verifier", "writer")
 
 def test_a_preset_with_changes():
     assert resolve("dr-mas", std="task") == resolve("mean=agent,std=task")
-    assert resolve("grpo", mean=None, eps=None) == resolve("dapo") == Segmented(AdvantageRule("task", "task", "episode"))
+    assert resolve("grpo", mean=None, eps=None) == Segmented(AdvantageRule("task", "task", "episode"))
+    assert resolve("grpo", penalty="inside") == resolve("dapo")
     assert resolve(preset="grpo", weighting="turn") == resolve("grpo-turns")
     assert resolve("dr-mas", singleton="raw", penalty="inside") == resolve("dr-mas-paper")
     assert resolve("ppo", gamma=0.99, gae_lambda=0.95, mean="none") == Ppo(gamma=0.99, gae_lambda=0.95, mean="none")
@@ -66,6 +69,11 @@ def test_every_setting_of_the_configuration_is_of_use_to_a_preset():
         ({"preset": "gigpo", "anchor_norm": "std"}, r"advantage\.anchor_norm is 'std'; expected mean or mean_std"),
         ({"preset": "rloo", "mean": "none"}, r"advantage\.mean is 'none' but the rule leaves one out"),
         ({"preset": "difference"}, r"advantage\.preset is 'difference' without a team"),
+        ({"preset": "nonsense", "agents": {a: {} for a in TEAM}, "team": TEAM}, r"preset is 'nonsense'; expected one of"),
+        (
+            {"preset": "nonsense", "agents": {a: {"preset": "grpo"} for a in TEAM}, "team": TEAM},
+            r"preset is 'nonsense'; expected",
+        ),
         (
             {"preset": "grpo", "agents": {"solvr": {}}, "team": TEAM},
             r"names 'solvr', which isn't in the team; the nearest is 'solver'",
@@ -114,15 +122,30 @@ def test_a_critic_learns_from_the_rows_of_all_agents(make_step, know):
     assert (found.tokens.returns, found.tokens.before) == (critic.tokens.returns, critic.tokens.before)
 
 
+def test_an_agent_without_a_preset_changes_the_settings_of_the_run(make_step):
+    agents = {"verifier": {"std": "none"}, "writer": {"preset": "rloo"}}
+    found = resolve("grpo", ddof=0, agents=agents, team=TEAM)
+    assert found.of("solver") == resolve("grpo", ddof=0)
+    assert found.of("verifier") == resolve("grpo", ddof=0, std="none")
+    assert found.of("writer") == resolve("rloo")  # of another preset the run's settings say nothing
+    config = AdvantageConfig(preset="grpo", ddof=0, agents=agents)
+    assert AdvantageConfig(**config.model_dump()) == config
+    assert resolve(**config.model_dump(exclude_none=True), team=TEAM) == found
+    rows = make_step(0)
+    centred = [value for value, row in zip(found(rows).values, rows, strict=True) if row.agent == "verifier"]
+    alone = resolve("grpo", ddof=0, std="none")(rows).values
+    assert centred == [value for value, row in zip(alone, rows, strict=True) if row.agent == "verifier"]
+
+
 def test_what_agents_need_is_there_for_all():
     mixed = {"solver": {"preset": "remax"}, "writer": {"preset": "difference", "counterfactuals": 3}}
     both = resolve("grpo", agents=mixed, team=TEAM)
     assert both.probes == (Probe("greedy", greedy=True), Probe("without writer", episodes=3, without="writer"))
     assert not both.needs_critic
     assert resolve("grpo", agents={"solver": {"preset": "ppo"}}, team=TEAM).needs_critic
-    rest = resolve("difference", agents={"solver": {}}, team=TEAM)
+    rest = resolve("difference", agents={"solver": {"preset": "grpo"}}, team=TEAM)
     assert [probe.without for probe in rest.probes] == ["verifier", "writer"]
-    nobody = resolve("remax", agents={agent: {} for agent in TEAM}, team=TEAM)
+    nobody = resolve("remax", agents={agent: {"preset": "grpo"} for agent in TEAM}, team=TEAM)
     assert isinstance(nobody, Roles)
     assert nobody.probes == ()
     assert str(both).startswith("mean over task, std over task, weighting by episode; solver: reward above the task's greedy")
@@ -133,8 +156,72 @@ def test_probes_of_a_team():
         Probe("without solver", episodes=2, without="solver"),
         Probe("without verifier", episodes=2, without="verifier"),
     )
+    assert [p.without for p in resolve("difference", team=TEAM, trained=["writer", "else"]).probes] == ["writer"]
+    assert resolve("difference", team=TEAM, trained=[]).probes == ()
+    own = {"solver": {"counterfactuals": 3}, "writer": {"preset": "difference"}}
+    assert resolve("difference", agents=own, team=TEAM, trained=["verifier", "writer"]).probes == (
+        Probe("without verifier", without="verifier"),
+        Probe("without writer", without="writer"),
+    )
     assert resolve("remax").probes == (Probe("greedy", greedy=True),)
     assert resolve("remax", whiten="pooled").probes == (Probe("greedy", greedy=True),)
+
+
+def test_an_overlong_answer_of_dapo_is_worth_what_it_earned_before_the_comparison(make_step):
+    """The paper's length penalty is part of the reward: right and cut, 1 - 1, is as good as wrong."""
+    row = replace(make_step(0)[0], task="t", status="ok")
+    earned = [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0), (0.0, 0.0)]
+    rows = [replace(row, episode=str(i), reward=reward, penalty=less) for i, (reward, less) in enumerate(earned)]
+    assert resolve("dapo")(rows).values == pytest.approx([-0.5, 1.5, -0.5, -0.5], abs=1e-5)
+    half = 0.75**0.5  # 0.5 by the deviation of 1, 1, 0, 0
+    assert resolve("dapo", penalty="outside")(rows).values == pytest.approx([half - 1, half, -half, -half], abs=1e-5)
+
+
+TEACHING = ("remax", "difference", "ema", "reinforce++", "ppo")
+
+
+@pytest.mark.parametrize("preset", ESTIMATORS)
+def test_which_presets_learn_from_a_group_of_equal_rewards(preset, make_step, know):
+    """Beside a group that differs, with baselines that aren't what the group earned."""
+    rows = [replace(row, penalty=0.0) for row in make_step(2) if row.task in ("t", "equal") and row.status == "ok"]
+    estimator = resolve(preset, team=TEAM)
+    found = estimator(rows, know(rows))
+    counts = Counter(row.agent for row in rows if row.task == "equal")
+    equal = [found.values[i] for i, row in enumerate(rows) if row.task == "equal" and counts[row.agent] > 1]
+    assert equal
+    assert any(equal) == estimator.equal_groups_teach == (preset in TEACHING)
+    both = resolve("grpo", agents={"solver": {"preset": preset}}, team=TEAM)
+    assert both.equal_groups_teach == resolve(preset, whiten="agent", team=TEAM).equal_groups_teach == (preset in TEACHING)
+
+
+def test_bare_rewards_learn_from_a_group_of_equal_ones():
+    for preset in ("dr-mas", "gigpo", "reinforce++-baseline"):
+        bare = {"mean": "none"} | ({} if preset.startswith("reinforce") else {"std": "none"})
+        assert resolve(preset, **bare).equal_groups_teach
+
+
+def test_one_pool_of_a_critics_tokens_has_no_place_for_policies_without_one(make_step):
+    """The solver's policy has no critic: the verifier's values are those of its rows alone."""
+    rows = [replace(row, policy=row.agent) for row in make_step(0)]
+    mine = [i for i, row in enumerate(rows) if row.agent == "verifier"]
+    evidence = Evidence({"verifier": [[0.1 * k for k, _ in enumerate(rows[i].response_ids)] for i in mine]})
+    for whiten in ("pooled", "agent"):
+        ppo = {"preset": "ppo", "whiten": whiten}
+        found = resolve("grpo", agents={"verifier": ppo}, team=TEAM)(rows, evidence)
+        alone = resolve(**ppo)([rows[i] for i in mine], evidence)
+        assert [found.of(i) for i in mine] == [alone.of(i) for i in range(len(mine))]
+        assert [found.tokens.returns[i] for i in mine] == alone.tokens.returns
+        assert {found.tokens.returns[i] is None for i, row in enumerate(rows) if row.agent != "verifier"} == {True}
+        pooled = resolve("grpo")(rows)
+        assert all(found.values[i] == pytest.approx(pooled.values[i]) for i in set(range(len(rows))) - set(mine))
+
+
+def test_the_greedy_baseline_of_an_agent_that_is_rewarded_apart_is_its_own(make_step):
+    """A game of zero sum in which the greedy episode ended 1 to -1, and the episode itself counts as won."""
+    row = replace(make_step(0)[0], task="t", status="ok", penalty=0.0)
+    rows = [replace(row, agent=agent, reward=reward) for agent, reward in zip(TEAM, (-1.0, 1.0, 1.0), strict=True)]
+    greedy = {"greedy": [1.0], reward_of("greedy", "solver"): [1.0], reward_of("greedy", "verifier"): [-1.0]}
+    assert resolve("remax")(rows, Evidence(baselines={"t": greedy})).values == [-2.0, 2.0, 0.0]
 
 
 def test_what_an_estimator_keeps_is_saved_and_given_back(make_step):
