@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 
 import pytest
 
@@ -14,32 +13,7 @@ from drmas.telemetry.episodes import path_of, write_episodes
 from drmas.telemetry.report import charts, write_report
 from drmas.telemetry.sinks import read_metrics
 from drmas.types import Episode
-
-
-class Page(HTMLParser):
-    """Tags with their attributes, and the visible text."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.stack: list[str] = []
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag != "meta":
-            self.stack.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.stack.pop() == tag
-
-    def handle_data(self, data):
-        if "style" not in self.stack:
-            self.text += data + " "
+from tests.page import Page
 
 
 def page_of(run_dir) -> Page:
