@@ -18,8 +18,9 @@ Definitions, for one trial of S finished steps (a value that is missing or not f
 A difference has `no_room` for a measure that couldn't differ: every seed's difference is exactly 0, or, for avg and pass, both
 methods are at `CEILING` or above, before training or after it.
 
-Without an agent's name spikes, variation and imbalance are means over agents. Crashed trials count nowhere; diverged ones do.
-Everything here is a dict that JSON can hold, `Estimate`s as dicts of their fields. Pure; called by `drmas.reproduce.page`.
+Without an agent's name spikes, variation and imbalance are means over agents, the last over those that no penalty moves.
+Crashed trials count nowhere; diverged ones do. Everything here is a dict that JSON can hold, `Estimate`s as dicts of their
+fields. Pure; called by `drmas.reproduce.page`.
 """
 
 from __future__ import annotations
@@ -205,7 +206,8 @@ def trial_numbers(trial: Trial) -> dict[str, float | None]:
     for suffix, scores in (("_before", trial.eval.before), ("", trial.eval.after)):
         found[f"avg{suffix}"] = mean(scores.avg) if scores else None
         found[f"pass{suffix}"] = mean(scores.passed) if scores else None
-    return found | {key: mean([own[key] for own in agents]) for key in ("spikes", "variation", "imbalance")}
+    centred = [agent_numbers(trial, agent)["imbalance"] for agent in sorted(trial.grad_norm) if agent not in trial.penalised]
+    return found | {key: mean([own[key] for own in agents]) for key in ("spikes", "variation")} | {"imbalance": mean(centred)}
 
 
 def agent_numbers(trial: Trial, agent: str) -> dict[str, float | None]:

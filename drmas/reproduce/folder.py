@@ -30,7 +30,8 @@ PACKAGES = ("drmas", "drmas_kernels")
 SOURCES = ("**/*.py", "recipes/*tiny*.toml")
 HARMLESS = (
     *(f"drmas/reproduce/{name}.py" for name in ("runner", "folder", "worker")),
-    *(f"drmas/reproduce/{name}.py" for name in ("results", "analysis", "fit", "words", "tables", "charts", "page", "tuning")),
+    *(f"drmas/reproduce/{name}.py" for name in ("results", "analysis", "fit", "tables", "charts", "page", "tuning")),
+    *(f"drmas/reproduce/{name}.py" for name in ("words", "headlines", "method")),
     "drmas/reproduce/bandit_tables.py",
     *(f"drmas/telemetry/{name}.py" for name in ("report", "plot", "markup", "eval_report", "perfetto", "console")),
     "drmas/cli/",

@@ -5,6 +5,7 @@ Each is made of the numbers of `analysis` and the verdicts of `words`. Pure; cal
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,8 @@ def headlines(analysis: Mapping[str, Any], found: Sequence[Verdict]) -> list[str
     """The sentences, in the order in which they are to be read."""
     lines = []
     if analysis["scenarios"]:
-        lines += [_decided(found), _undecided(analysis, found), _no_room(found), _moments(analysis, found), _regime(analysis)]
+        lines += [_decided(found), _undecided(analysis, found), _no_room(found), _failed(analysis)]
+        lines += [_moments(analysis, found), _regime(analysis)]
     if analysis["bandit"]:
         lines += bandit_tables.sentences(analysis["bandit"])
     return [line for line in lines if line]
@@ -45,6 +47,15 @@ def _decided(found: Sequence[Verdict]) -> str:
         named = _named([one for one in training if one.word == word])
         parts.append(f"{word.capitalize()}: {named or 'nothing'}")
     return f"Of {len(training)} claims about training, each in one scenario. {'. '.join(parts)}."
+
+
+def _failed(analysis: Mapping[str, Any]) -> str:
+    """How many trials crashed or diverged, by method; nothing where none did."""
+    counts: dict[str, Counter[str]] = {}
+    for one in analysis["failures"]:
+        counts.setdefault(one["status"], Counter())[one["trial"].split("/")[1]] += 1
+    parts = [f"{status}: {', '.join(f'{method} {n}' for method, n in sorted(by.items()))}" for status, by in counts.items()]
+    return f"Trials that failed, by method. {'. '.join(part.capitalize() for part in parts)}." if parts else ""
 
 
 def _undecided(analysis: Mapping[str, Any], found: Sequence[Verdict]) -> str:
@@ -87,16 +98,25 @@ def _moments(analysis: Mapping[str, Any], found: Sequence[Verdict]) -> str:
 
 
 def _regime(analysis: Mapping[str, Any]) -> str:
-    """The team whose mean factor is farthest above 1, and what is different there."""
-    known = {name: one for name, one in analysis["scenarios"].items() if one["moments"]}
-    if not known:
+    """The agent whose mean factor is farthest above 1 under the pooled baseline, and what is different there."""
+    known = {name: one for name, one in analysis["scenarios"].items() if one["moments"] and BASE in one["methods"]}
+    factors = {
+        (name, agent): numbers["inflation_mean"]
+        for name, one in known.items()
+        for agent, numbers in one["methods"][BASE]["agents"].items()
+        if numbers["inflation_mean"]["value"] is not None
+    }
+    if not factors:
         return ""
-    name = max(known, key=lambda one: known[one]["moments"]["predicted"]["value"])
-    moments, pair = known[name]["moments"], difference(known[name], "dr-mas", BASE)
-    text = f"The regime with the largest factor is {name}, {shown(moments['predicted'], '.2f')}: pooled less per-agent second "
-    text += f"moment {shown(moments['excess'], '+.2f')}"
-    text += f", final reward of dr-mas less grpo's {shown(pair['final'], '+.3f')}." if pair else "."
-    return " ".join([text, *silence(known[name])])
+    name, agent = max(factors, key=lambda key: factors[key]["value"])
+    scenario = known[name]
+    norms = {method: own["agents"][agent]["grad_mean"] for method, own in scenario["methods"].items() if agent in own["agents"]}
+    text = f"The largest mean factor under {BASE} is {shown(factors[name, agent], '.2f')}, of the {agent} in {name}"
+    if "dr-mas" in norms:
+        text += f": its gradient norm is {shown(norms[BASE], '.2f')} there and {shown(norms['dr-mas'], '.2f')} under dr-mas"
+    pair = difference(scenario, "dr-mas", BASE)
+    text += f"; final reward of dr-mas less grpo's {shown(pair['final'], '+.3f')}." if pair else "."
+    return " ".join([text, *silence(scenario)])
 
 
 def _named(verdicts: Sequence[Verdict], *, numbers: bool = True) -> str:

@@ -59,13 +59,14 @@ def _settings(config: Mapping[str, Any], scenarios: Mapping[str, Any]) -> list[s
         policy, rollout = next(iter(config["policies"].values())), config["rollout"]
         clip, updates = policy["clip_grad_norm"], config["train"]["updates_per_step"]
         heat = {agent.get("temperature", 1.0) for agent in config["team"].values() if isinstance(agent, dict)}
+        cool = config["eval"]["temperature"]
         steps = ", ".join(f"{number}" for number in sorted({one["steps"] for one in scenarios.values()}))
         warm = f" after {steps_up} steps of warm-up" if (steps_up := policy.get("lr_warmup_steps")) else ""
         text = (
             f"Settings of all methods: Adam (β {policy['adam_beta1']:g}, {policy['adam_beta2']:g}), learning rate "
             f"{policy['lr']:g}, {policy['lr_schedule']}{warm}; {rollout['tasks_per_step']} tasks × "
             f"{rollout['group_size']} episodes and {updates} update(s) per step, {steps} steps; sampled at temperature "
-            f"{', '.join(f'{one:g}' for one in sorted(heat))}, evaluated at {config['eval']['temperature']:g}."
+            f"{', '.join(f'{one:g}' for one in sorted(heat))}, evaluated at {'the same' if cool is None else f'{cool:g}'}."
         )
         if clip:
             text += (

@@ -126,7 +126,9 @@ def _subtitle(analysis: Mapping[str, Any]) -> str:
     kind = {True: "quick", False: "whole"}.get(settings.get("quick"), "of unknown extent")
     trials = sum(len(own["seeds"]) for one in scenarios.values() for own in one["methods"].values())
     planned = f" of {settings['trials']}" if isinstance(settings.get("trials"), int) else ""
-    return f"{kind} · {trials}{planned} trials with a result · {len(scenarios)} scenarios · {len(analysis['failures'])} failed"
+    ended = [one["status"] for one in analysis["failures"]]
+    failed = f"{ended.count('crashed')} crashed · {ended.count('diverged')} diverged"
+    return f"{kind} · {trials}{planned} trials with a result · {len(scenarios)} scenarios · {failed}"
 
 
 def _short(analysis: Mapping[str, Any], found: Sequence[Verdict]) -> str:

@@ -86,6 +86,8 @@ class Trial(_Part):
     parameters: dict[str, int] = Field(default_factory=dict)
     moments: list[Moment] = Field(default_factory=list)
     eval: Evaluation = Evaluation()
+    penalised: list[str] = Field(default_factory=list)
+    """Agents whose turns may be penalised, by the trial's configuration: their advantages needn't sum to zero."""
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -123,7 +125,7 @@ def read_results(root: Path) -> Results:
     found = [_trial(root, folder, problems) for folder in folders]
     planned = plan(quick=settings["quick"]) if settings and isinstance(settings.get("quick"), bool) else []
     problems += _missing([one.key for one in planned], {folder.relative_to(root / "trials").as_posix() for folder in folders})
-    trials = sorted((trial for trial in found if trial is not None), key=lambda trial: trial.key)
+    trials = sorted((_with_penalties(root, trial) for trial in found if trial is not None), key=lambda trial: trial.key)
     if not trials and bandit is None:
         named = "".join(f"\n  {line}" for line in problems)
         raise DataError(f"{root}: nothing to report; expected trials/SCENARIO/METHOD/seed-N/{FILE} or bandit.json in it{named}")
@@ -132,11 +134,18 @@ def read_results(root: Path) -> Results:
 
 
 def _config(root: Path, trials: list[Trial]) -> dict[str, Any]:
-    for trial in trials:
-        path = root / "trials" / trial.scenario / trial.method / f"seed-{trial.seed}" / "run" / "config.json"
-        if trial.method != START and (found := _object(root, path, [])):
-            return found
-    return {}
+    return next(filter(None, (_config_of(root, trial) for trial in trials if trial.method != START)), {})
+
+
+def _config_of(root: Path, trial: Trial) -> dict[str, Any]:
+    return _object(root, root / "trials" / trial.name / "run" / "config.json", []) or {}
+
+
+def _with_penalties(root: Path, trial: Trial) -> Trial:
+    team = _config_of(root, trial).get("team")
+    agents = {name: agent for name, agent in team.items() if isinstance(agent, dict)} if isinstance(team, dict) else {}
+    penalised = [name for name, agent in agents.items() if agent.get("invalid_penalty") or agent.get("length_buffer")]
+    return trial.model_copy(update={"penalised": penalised})
 
 
 def _missing(planned: list[str], there: set[str]) -> list[str]:

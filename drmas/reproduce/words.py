@@ -215,7 +215,12 @@ NOTES = {
 """(claim, scenario) -> what has to be said beside the numbers."""
 CLAIMS = (
     Claim("lemma", "Lemma 4.2: the measured second moment is factor + Δ, but for chance", _lemma, kind=ARITHMETIC),
-    Claim("row-sum", "Advantages of an agent's rows sum to zero under dr-mas and not under grpo", _row_sum, kind=ARITHMETIC),
+    Claim(
+        "row-sum",
+        "Advantages of an agent's rows sum to zero under dr-mas and not under grpo (agents without penalties)",
+        _row_sum,
+        kind=ARITHMETIC,
+    ),
     Claim("factor", "The factor alone predicts the measured second moment: Δ is small", _factor, 2, MOMENTS),
     Claim("inflates", "Pooled statistics have a larger second moment than per-agent ones, same rows", _inflates, kind=MOMENTS),
     Claim("one", "Per-agent normalisation brings the measured second moment to about 1", _one, kind=MOMENTS),

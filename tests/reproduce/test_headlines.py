@@ -28,13 +28,15 @@ def test_what_could_not_differ_is_said():
     assert "dr-mas ends with a higher training reward than grpo (maths-shared)" in line
 
 
-def test_the_regime_with_the_largest_factor_is_named_with_what_is_silent_there():
+def test_the_agent_with_the_largest_factor_is_named_with_its_norms_and_what_is_silent_there():
     made = [trial("maths-shared", method, seed) for method in ("grpo", "dr-mas") for seed in range(3)]
     made += [trial("search-separate", method, seed, factor=3.0) for method in ("grpo", "dr-mas") for seed in range(3)]
     for one in made[6:]:
         one["uncompared"]["router"] = [0.5 if one["method"] == "dr-mas" else 0.25] * 60
     line = said(made)[-1]
-    assert line.startswith("The regime with the largest factor is search-separate, 2.")
+    assert line.startswith(
+        "The largest mean factor under grpo is 1.65 [1.51, 1.79], of the answerer in search-separate: its gra"
+    )
     assert "50% of the rows of router are compared with nothing under dr-mas" in line
 
 
@@ -46,6 +48,13 @@ def test_where_pooling_inflates_and_where_there_is_nothing_to_remove():
     (line,) = [line for line in said(made + flat) if line.startswith("Nothing to remove")]
     assert line.startswith("Nothing to remove, a mean factor of about 1, in 1 of 2 scenarios (search-separate).")
     assert "same rows (maths-shared +0." in line
+
+
+def test_failed_trials_are_counted_by_method():
+    made = [trial("maths-shared", method, seed) for method in ("grpo", "dr-mas") for seed in range(3)]
+    for one in (made[0], made[1], made[3]):
+        one |= {"status": "diverged", "error": "the mean reward fell"}
+    assert "Trials that failed, by method. Diverged: dr-mas 1, grpo 2." in said(made)
 
 
 def test_without_trials_there_is_nothing_to_say():

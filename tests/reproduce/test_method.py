@@ -25,6 +25,11 @@ def test_settings_are_those_of_the_configuration():
     assert "With one update per step the ratio of policies is 1" in text
 
 
+def test_an_evaluation_at_the_agents_own_temperatures_is_said():
+    text = " ".join(paragraphs(CONFIG | {"eval": {"temperature": None}}, {}))
+    assert "sampled at temperature 0.5, evaluated at the same." in text
+
+
 def test_a_warm_up_is_said():
     text = " ".join(paragraphs(CONFIG | {"policies": {"main": POLICY | {"lr_warmup_steps": 5}}}, {}))
     assert "learning rate 0.0003, constant after 5 steps of warm-up; 8 tasks" in text

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from drmas.errors import DataError
+from drmas.reproduce.analysis import trial_numbers
 from drmas.reproduce.plan import trials as plan
 from drmas.reproduce.results import read_results
 from tests.reproduce.fabricated import crashed, reproduction, trial, write
@@ -121,3 +122,21 @@ def test_a_bandit_that_crashed_says_why(tmp_path):
 def test_a_folder_with_nothing_to_report_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"nothing to report.*\n  settings.json: no such file\n  bandit.json: no such file"):
         read_results(tmp_path)
+
+
+def test_agents_that_may_be_penalised_are_known_from_the_trials_configuration(tmp_path):
+    """Their advantages needn't sum to zero, so that the row sums of a trial are those of the others."""
+    one = trial("maths-shared", "dr-mas", 0)
+    one["row_sum"] = {"solver": [0.0] * 60, "verifier": [-8.0] * 60}
+    one["rows"] = {"solver": [16.0] * 60, "verifier": [16.0] * 60}
+    write(tmp_path, [one])
+    (found,) = read_results(tmp_path).trials
+    assert found.penalised == []
+    assert trial_numbers(found)["imbalance"] == pytest.approx(0.25)
+    run = tmp_path / "trials/maths-shared/dr-mas/seed-0/run"
+    run.mkdir()
+    agents = {"solver": {"invalid_penalty": 0.0}, "verifier": {"invalid_penalty": 0.1}}
+    (run / "config.json").write_text(json.dumps({"team": {"name": "solver-verifier", **agents}}))
+    (found,) = read_results(tmp_path).trials
+    assert found.penalised == ["verifier"]
+    assert trial_numbers(found)["imbalance"] == 0.0
