@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import asdict
@@ -43,7 +44,7 @@ def run_reproduction(
             limit_seconds=QUICK_LIMIT_SECONDS if quick else LIMIT_SECONDS,
             say=partial(print, flush=True),
         )
-        print(f"report  {write_page(folder.path)}", flush=True)
+        _written(write_page(folder.path))
     except KeyboardInterrupt:
         print("drmas: stopped; the same command goes on", file=sys.stderr)
         raise
@@ -59,4 +60,11 @@ def report_reproduction(output: Path) -> None:
     """Write the report of what is in the folder `output` and print its path. DataError: nothing is there."""
     if not output.is_dir():
         raise ConfigError(f"{output}: no such folder; expected that of a reproduction (--output)")
-    print(f"report  {write_page(output)}")
+    _written(write_page(output))
+
+
+def _written(report: Path) -> None:
+    """Where the report is, and whether it lacks something."""
+    print(f"report  {report}", flush=True)
+    if problems := json.loads((report.parent / "results.json").read_text())["problems"]:
+        print(f"drmas: {len(problems)} line(s) in its section Failures; the first: {problems[0]}", file=sys.stderr)

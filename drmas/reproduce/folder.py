@@ -23,6 +23,10 @@ from drmas.telemetry.environment import environment, version_of
 from drmas.telemetry.sinks import replace_text
 
 FILE = "settings.json"
+MARK = {"folder of": "drmas reproduce"}
+"""What the file says first, by which a folder is known as a reproduction's."""
+WRITTEN = (FILE, "trials", "bandit", "bandit.json", "report.html", "results.json", "results.md")
+"""What a reproduction leaves there; nothing else is ever deleted."""
 LOCK_SECONDS = 3.0
 """How long the lock is waited for: processes of a run that was killed a moment ago may hold it still."""
 PACKAGES = ("drmas", "drmas_kernels")
@@ -70,16 +74,19 @@ class ReproduceFolder:
             self._lock = None
 
     def _prepare(self, *, overwrite: bool) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"{self.path} is a file; expected a folder for --output")
         before = read_settings(self.path)
         if before is None and self.path.exists() and any(self.path.iterdir()):
             raise ConfigError(f"{self.path} is not the folder of a reproduction; use another --output")
         if before is not None and not overwrite:
             self._check(before)
             return
-        if before is not None:
-            shutil.rmtree(self.path)
+        for name in WRITTEN if before is not None else ():
+            left = self.path / name
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
         self.path.mkdir(exist_ok=True)
-        here = {**self.settings, "processor": processor(), "environment": environment()}
+        here = {**MARK, **self.settings, "processor": processor(), "environment": environment()}
         replace_text(self.path / FILE, json.dumps(here, indent=2) + "\n")
 
     def _wait_for_lock(self) -> IO[str]:
@@ -111,7 +118,8 @@ class ReproduceFolder:
 
 
 def read_settings(root: Path) -> dict[str, Any] | None:
-    """What `root` was begun with; None where no reproduction was. DataError: it can't be read."""
+    """What `root` was begun with; None where no reproduction was, whatever else has a file of that name. DataError: it can't be
+    read."""
     path = root / FILE
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -119,9 +127,7 @@ def read_settings(root: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: can't be read: {error}; expected the settings of a reproduction") from error
-    if not isinstance(settings, dict):
-        raise DataError(f"{path}: holds a {type(settings).__name__}; expected the settings of a reproduction")
-    return settings
+    return settings if isinstance(settings, dict) and MARK.items() <= settings.items() else None
 
 
 def code_version() -> str:

@@ -33,11 +33,23 @@ def headlines(analysis: Mapping[str, Any], found: Sequence[Verdict]) -> list[str
     """The sentences, in the order in which they are to be read."""
     lines = []
     if analysis["scenarios"]:
-        lines += [_decided(found), _undecided(analysis, found), _no_room(found), _failed(analysis)]
+        lines += [_answer(found), _decided(found), _undecided(analysis, found), _no_room(found), _failed(analysis)]
         lines += [_moments(analysis, found), _regime(analysis)]
     if analysis["bandit"]:
         lines += bandit_tables.sentences(analysis["bandit"])
     return [line for line in lines if line]
+
+
+def _answer(found: Sequence[Verdict]) -> str:
+    """What dr-mas did to the final reward, in one sentence."""
+    words = Counter(one.word for one in found if one.claim == "reward")
+    if (tested := words.total() - words[UNTESTED]) == 0:
+        return "Unfinished: no scenario has the seeds that it takes to compare dr-mas with grpo."
+    alike = tested - words[CONFIRMED] - words[CONTRADICTED]
+    return (
+        f"Final training reward, dr-mas against grpo: better in {words[CONFIRMED]}, worse in {words[CONTRADICTED]}, no "
+        f"difference seen in {alike} of {words.total()} scenarios."
+    )
 
 
 def _decided(found: Sequence[Verdict]) -> str:

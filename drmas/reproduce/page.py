@@ -42,6 +42,8 @@ from drmas.telemetry.markup import pairs, table, text
 from drmas.telemetry.sinks import replace_text
 
 REPORT = "report.html"
+BANDIT = ("check", "growth", "regimes", "learning")
+"""What bandit.json must have something of."""
 TITLE = "Dr. MAS, reproduced small"
 UNUSABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What a bandit.json of another form makes of the code that shows it."""
@@ -66,6 +68,8 @@ def write_page(root: Path) -> Path:
 def _usable(results: Results) -> Results:
     """The same without a bandit that can't be shown, and a line on that."""
     try:
+        if lacking := [name for name in BANDIT if results.bandit is not None and not results.bandit.get(name)]:
+            raise KeyError(f"no {', '.join(lacking)}")
         _bandit(results.bandit or {})
     except UNUSABLE as error:
         line = f"bandit.json: can't be used: {type(error).__name__}: {error}; expected what `drmas reproduce` writes there"
@@ -128,7 +132,8 @@ def _subtitle(analysis: Mapping[str, Any]) -> str:
     planned = f" of {settings['trials']}" if isinstance(settings.get("trials"), int) else ""
     ended = [one["status"] for one in analysis["failures"]]
     failed = f"{ended.count('crashed')} crashed · {ended.count('diverged')} diverged"
-    return f"{kind} · {trials}{planned} trials with a result · {len(scenarios)} scenarios · {failed}"
+    lost = f" · {len(analysis['problems'])} line(s) on files that are missing or can't be read" if analysis["problems"] else ""
+    return f"{kind} · {trials}{planned} trials with a result · {len(scenarios)} scenarios · {failed}{lost}"
 
 
 def _short(analysis: Mapping[str, Any], found: Sequence[Verdict]) -> str:

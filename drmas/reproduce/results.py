@@ -21,6 +21,8 @@ from drmas.reproduce.plan import START
 from drmas.reproduce.plan import trials as plan
 
 FILE = "result.json"
+MOST_LINES = 8
+"""Of trials that were not run yet; more are a number."""
 
 PerStep = list[float | None]
 """One number per finished step; None where the agent had no rows."""
@@ -155,6 +157,8 @@ def _missing(planned: list[str], there: set[str]) -> list[str]:
         if key not in there:
             folder, _, seed = key.rpartition("/seed-")
             lines.setdefault(folder, []).append(seed)
+    if len(lines) > MOST_LINES:
+        return [f"{sum(map(len, lines.values()))} of {len(planned)} trials and starts were not run yet"]
     return [f"trials/{folder}: seed {', '.join(seeds)} not run yet" for folder, seeds in lines.items()]
 
 

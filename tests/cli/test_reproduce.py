@@ -13,11 +13,16 @@ from drmas.reproduce.plan import QUICK, START, Trial
 @pytest.fixture
 def ran(monkeypatch) -> dict:
     """What the runner was given; statuses by key are what it answers, "ok" unless set in `statuses`."""
-    seen: dict = {"statuses": {}, "calls": 0}
+    seen: dict = {"statuses": {}, "calls": 0, "problems": []}
     start = Trial("maths", START, 0)
     monkeypatch.setattr(command, "trials", lambda *, quick: [start, Trial("maths", "grpo", 0, (start.key,))])
     monkeypatch.setattr(command, "scale", lambda *, quick: QUICK)
-    monkeypatch.setattr(command, "write_page", lambda root: root / "report.html")
+
+    def write_page(root):
+        (root / "results.json").write_text(json.dumps({"problems": seen["problems"]}))
+        return root / "report.html"
+
+    monkeypatch.setattr(command, "write_page", write_page)
 
     def run_units(units, *, lock, say, **given):
         seen.update(given, keys=[unit.key for unit in units], calls=seen["calls"] + 1)
@@ -90,6 +95,16 @@ def test_report_only_runs_nothing(ran, call, tmp_path):
     assert call("--report-only") == (0, f"report  {tmp_path}/out/report.html\n", "")
     assert call("--report-only", "--overwrite")[0] == 2
     assert ran["calls"] == 0
+
+
+def test_a_report_of_damaged_files_says_so_at_once(ran, call, tmp_path):
+    (tmp_path / "out").mkdir()
+    ran["problems"] = ["bandit.json: no such file", "trials/a/b/seed-0/result.json: can't be read"]
+    assert call("--report-only") == (
+        0,
+        f"report  {tmp_path}/out/report.html\n",
+        "drmas: 2 line(s) in its section Failures; the first: bandit.json: no such file\n",
+    )
 
 
 def test_a_report_is_made_of_what_other_code_left(ran, call, tmp_path, monkeypatch):

@@ -111,10 +111,36 @@ def test_what_is_no_reproduction_is_never_touched(root) -> None:
     assert (root / "chapter.txt").read_text() == "years of work"
 
 
-@pytest.mark.parametrize("text", ["{", "[1]"])
-def test_settings_that_cant_be_read_are_named(root, text) -> None:
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"editor.tabSize": 4}', '{"quick": true}'])
+def test_another_programs_settings_are_no_reproductions(root, text) -> None:
     root.mkdir()
     (root / "settings.json").write_text(text)
+    (root / "thesis.tex").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match="is not the folder of a reproduction; use another --output"):
+            opened(root, overwrite=overwrite)
+    assert (root / "settings.json").read_text() == text
+    assert (root / "thesis.tex").read_text() == "years of work"
+
+
+def test_overwriting_deletes_what_a_reproduction_wrote_and_nothing_else(root) -> None:
+    opened(root)
+    (root / "notes.md").write_text("mine")
+    (root / "trials").mkdir()
+    (root / "results.md").write_text("old")
+    opened(root, quick=False, overwrite=True)
+    assert sorted(path.name for path in root.iterdir()) == ["notes.md", "settings.json"]
+
+
+def test_a_file_is_no_folder(root) -> None:
+    root.write_text("")
+    with pytest.raises(ConfigError, match="is a file; expected a folder"):
+        opened(root)
+
+
+def test_settings_that_cant_be_read_are_named(root) -> None:
+    root.mkdir()
+    (root / "settings.json").write_text("{")
     with pytest.raises(DataError, match=r"settings\.json: .*; expected the settings of a reproduction"):
         opened(root)
 

@@ -13,7 +13,10 @@ def said(trials: list[dict]) -> list[str]:
 
 
 def test_what_is_confirmed_and_what_is_contradicted_comes_first():
-    first, *_ = said(reproduction("grpo"))
+    answer, first, *_ = said(reproduction("grpo"))
+    assert answer == (
+        "Final training reward, dr-mas against grpo: better in 0, worse in 2, no difference seen in 0 of 2 scenarios."
+    )
     confirmed, contradicted = first.split("Contradicted: ")
     assert first.startswith("Of 14 claims about training, each in one scenario. Confirmed: ")
     claim = "dr-mas ends with a higher training reward than grpo (maths-shared -0."
@@ -23,7 +26,8 @@ def test_what_is_confirmed_and_what_is_contradicted_comes_first():
 def test_what_could_not_differ_is_said():
     made = [trial("maths-shared", "grpo", seed) for seed in range(3)]
     lines = said([*made, *({**one, "method": "dr-mas"} for one in made)])
-    assert lines[0] == "Of 7 claims about training, each in one scenario. Confirmed: nothing. Contradicted: nothing."
+    assert lines[0].endswith("no difference seen in 1 of 1 scenarios.")
+    assert lines[1] == "Of 7 claims about training, each in one scenario. Confirmed: nothing. Contradicted: nothing."
     (line,) = [line for line in lines if line.startswith("What could not differ")]
     assert "dr-mas ends with a higher training reward than grpo (maths-shared)" in line
 
@@ -48,6 +52,10 @@ def test_where_pooling_inflates_and_where_there_is_nothing_to_remove():
     (line,) = [line for line in said(made + flat) if line.startswith("Nothing to remove")]
     assert line.startswith("Nothing to remove, a mean factor of about 1, in 1 of 2 scenarios (search-separate).")
     assert "same rows (maths-shared +0." in line
+
+
+def test_too_few_seeds_are_no_answer():
+    assert said([trial("maths-shared", "grpo", 0)])[0].startswith("Unfinished: ")
 
 
 def test_failed_trials_are_counted_by_method():
