@@ -16,11 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from drmas.config.schema import AlarmConfig
 from drmas.core.advantages import AdvantageRule
 from drmas.reproduce.bandit_moments import cell_advantages, population
 from drmas.reproduce.bandit_team import BanditTeam
 from drmas.reproduce.intervals import estimate, paired
 from drmas.reproduce.regimes import RULES, always_speaking, own_scales, rescue_loop, routed
+from drmas.telemetry.alarms import FEWEST
 
 Optimiser = Literal["ascent", "adam"]
 GRIDS: Mapping[Optimiser, tuple[float, ...]] = {"ascent": (0.1, 0.3, 1.0, 3.0, 10.0), "adam": (0.01, 0.03, 0.1, 0.3, 1.0)}
@@ -28,8 +30,9 @@ GRIDS: Mapping[Optimiser, tuple[float, ...]] = {"ascent": (0.1, 0.3, 1.0, 3.0, 1
 CLIP = 0.2
 """The largest norm of a policy's gradient where norms are clipped."""
 VARIANTS: tuple[tuple[Optimiser, float | None], ...] = (("ascent", None), ("ascent", CLIP), ("adam", None), ("adam", CLIP))
-WINDOW, FEWEST, SPIKE = 20, 5, 3.0
-"""A spike: a gradient norm above 3 times the median of the agent's last 20 norms (at least 5), as the run's alarms have it."""
+WINDOW, SPIKE = AlarmConfig().window, AlarmConfig().spike
+"""A spike: a gradient norm above `SPIKE` times the median of the agent's last `WINDOW` norms (at least `FEWEST`), as the run's
+alarms have it."""
 _NOTHING = 1e-12
 """A gradient norm below this is rounding: where all rows took the same action, A z adds up to 0."""
 
