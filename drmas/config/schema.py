@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from drmas.config.cluster import ClusterConfig, SyncConfig, check_engine_hosts
 from drmas.config.derived import completed
 from drmas.config.section import Name, NonNegativeFloat, Section
 from drmas.config.tasks import CurriculumConfig, DataConfig, RewardConfig, ToolConfig
@@ -39,15 +40,33 @@ class EngineConfig(Section):
     """How often in one run an engine that died is started again; episodes in flight go on from their last finished turn."""
     replicas: PositiveInt = 1
     """Engine processes that serve this policy. An episode keeps to one of them, so that its prefixes stay cached."""
+    hosts: list[str] | None = None
+    """The engine hosts of this policy, of which its replicas take one after the other; those of `cluster.engine_hosts` if
+    unset. An empty list is the host of rank 0."""
+    gpus: Literal["own", "shared"] = "own"
+    """own: `tensor_parallel` GPUs for each replica that no trainer rank of the host and no other engine has. shared: those of
+    the trainer ranks, the first ones first; the trainer's numbers and `gpu_memory_fraction` must fit into one together."""
+    sleep: bool = False
+    """With shared GPUs: give the engine's memory back while policies are trained, and take it again for the rollout. Needs
+    rollouts that don't run ahead."""
     options: dict[str, Any] = {}
     """Further vLLM engine arguments, of capacity and scheduling; what would change the sampled distribution is refused."""
+
+    @field_validator("hosts")
+    @classmethod
+    def _addresses(cls, urls: list[str] | None) -> list[str] | None:
+        return urls if urls is None else check_engine_hosts(urls)
 
     @model_validator(mode="after")
     def _one_small_model(self) -> EngineConfig:
         if self.backend == "torch":
-            for key, plain in (("replicas", 1), ("tensor_parallel", 1), ("options", {})):
+            for key, plain in (("replicas", 1), ("tensor_parallel", 1), ("options", {}), ("gpus", "own"), ("sleep", False)):
                 if getattr(self, key) != plain:
                     raise ValueError(f"backend is torch, which serves one small model as it is; {key} is for vllm: unset it")
+            if self.hosts:
+                raise ValueError("backend is torch, which is in the trainer's process; hosts is for vllm: unset it")
+        if self.sleep and self.gpus == "own":
+            raise ValueError("sleep is true and gpus is own; nobody else could use what it gives back: set gpus to shared")
         return self
 
 
@@ -164,6 +183,7 @@ class PolicyConfig(Section):
     critic: CriticConfig = CriticConfig()
     loss: LossOverrides = LossOverrides()
     engine: EngineConfig = EngineConfig()
+    sync: SyncConfig = SyncConfig()
 
     @model_validator(mode="after")
     def _lora_alone(self) -> PolicyConfig:
@@ -458,6 +478,10 @@ class TelemetryConfig(Section):
     one pooled baseline and under per-agent normalisation; 0 never. Costs a backward pass per measured row."""
     moments_rows: PositiveInt = 32
     """Rows per agent that are measured then, spread evenly over the step's rows."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Serve the step's numbers to Prometheus on this port of rank 0's host, with `/health`; 0 takes a free one. Off if unset."""
+    metrics_host: str = "127.0.0.1"
+    """The address to serve them on. Nobody is asked for a password."""
 
 
 class RunConfig(Section):
@@ -481,6 +505,7 @@ class RunConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig = TrainConfig()
+    cluster: ClusterConfig = ClusterConfig()
     warm_start: WarmStartConfig | None = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -505,6 +530,12 @@ class RunConfig(Section):
         if self.warm_start is not None and self.data.type not in ("sums", "lookups"):
             raise ValueError(
                 f"warm_start needs demonstrations, which data.type sums and lookups can write and {self.data.type} can't"
+            )
+        sleepers = [name for name, policy in self.policies.items() if policy.engine.sleep]
+        if sleepers and self.rollout.max_staleness > 0:
+            raise ValueError(
+                f"policies.{sleepers[0]}.engine.sleep is true and rollout.max_staleness is {self.rollout.max_staleness}; an engine "
+                "that sleeps during updates can't run ahead of them: set one of them back"
             )
         if self.train.steps == 0 and self.warm_start is None:
             raise ValueError("train.steps is 0 and there is no warm_start; the run would do nothing: set one of them")

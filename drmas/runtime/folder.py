@@ -19,7 +19,7 @@ from drmas.telemetry.environment import write_environment
 
 FREE_TO_CHANGE = (
     *("name", "output", "train.steps", "train.epochs", "train.ranks", "train.threads", "train.placement"),
-    *("checkpoint", "telemetry", "eval"),
+    *("checkpoint", "telemetry", "eval", "cluster"),
     *("reward.timeout_seconds", "reward.workers", "rollout.max_concurrent_episodes"),
     *("rollout.episode_timeout_seconds", "rollout.turn_timeout_seconds"),
 )
@@ -28,10 +28,11 @@ threads, concurrent episodes or ranks, or another layout, may change the last bi
 FREE_OF_POLICIES = (
     *("num_ranks", "tensor_parallel", "sequence_parallel", "pipeline_parallel", "context_parallel"),
     *("tokens_per_microbatch", "prefix_sharing", "recompute", "overlap", "offload_optimizer", "agent_grad_norm_every"),
-    "price_per_million_tokens",
+    *("price_per_million_tokens", "transport", "bucket_bytes", "timeout_seconds", "folder"),
 )
 FREE_OF_ENGINES = (
     *("max_restarts", "start_timeout_seconds", "request_timeout_seconds", "gpu_memory_fraction", "threads", "replicas"),
+    *("hosts", "gpus", "sleep"),
 )
 FREE_OF_SERVERS = (
     *("url", "api_key_env", "timeout_seconds", "start_timeout_seconds", "max_retries", "max_concurrent", "cache_size"),
