@@ -479,7 +479,8 @@ class TelemetryConfig(Section):
     moments_rows: PositiveInt = 32
     """Rows per agent that are measured then, spread evenly over the step's rows."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Serve the step's numbers to Prometheus on this port of rank 0's host, with `/health`; 0 takes a free one. Off if unset."""
+    """Serve the step's numbers to Prometheus on this port of rank 0's host, with `/health`; 0 takes a free one. Off if
+    unset."""
     metrics_host: str = "127.0.0.1"
     """The address to serve them on. Nobody is asked for a password."""
 
@@ -534,8 +535,8 @@ class RunConfig(Section):
         sleepers = [name for name, policy in self.policies.items() if policy.engine.sleep]
         if sleepers and self.rollout.max_staleness > 0:
             raise ValueError(
-                f"policies.{sleepers[0]}.engine.sleep is true and rollout.max_staleness is {self.rollout.max_staleness}; an engine "
-                "that sleeps during updates can't run ahead of them: set one of them back"
+                f"policies.{sleepers[0]}.engine.sleep is true and rollout.max_staleness is {self.rollout.max_staleness}; an "
+                "engine that sleeps during updates can't run ahead of them: set one of them back"
             )
         if self.train.steps == 0 and self.warm_start is None:
             raise ValueError("train.steps is 0 and there is no warm_start; the run would do nothing: set one of them")
