@@ -303,6 +303,26 @@ def serve_retriever(
     )
 
 
+@app.command("serve-engines")
+def serve_engines(
+    host: Annotated[
+        str, typer.Option("--host", help="The address of this machine that trainers see; others than loopback need a secret.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8200,
+    gpus: Annotated[
+        str | None, typer.Option("--gpus", help="Those that engines may have, such as 0-3,6; all if unset.")
+    ] = None,
+    logs: Annotated[Path, typer.Option("--logs", help="The folder of the engines' logs.")] = Path("engine-logs"),
+    token_env: Annotated[
+        str, typer.Option("--token-env", help="The environment variable that holds the secret (cluster.token_env).")
+    ] = "DRMAS_ENGINE_TOKEN",
+) -> None:
+    """Let trainers on other machines run their engines here (cluster.engine_hosts). Ctrl-C ends it and all engines."""
+    from drmas.cli.serve_engines import serve_engines as serve
+
+    serve(host=host, port=port, gpus=gpus, logs=logs, token_env=token_env)
+
+
 def _words(ctx: typer.Context, first: str | None, what: str) -> tuple[str, list[str]]:
     """The command's one plain word, wherever it stands among the overrides, and the overrides."""
     from drmas.config.load import split_words

@@ -17,6 +17,8 @@ from typing import Any
 
 from drmas.errors import EngineDied, EngineError
 
+LOOPBACK = "127.0.0.1"
+
 
 class FanOut:
     """`clients` as one client of vLLM's control protocol. It is for the life of these engines' processes.
@@ -30,6 +32,9 @@ class FanOut:
         self._workers = [getattr(client, "num_workers", 0) for client in self.clients]
         self.num_workers = sum(self._workers)
         """0 where the engines carry no weights."""
+        addresses = [getattr(client, "trainer_address", LOOPBACK) for client in self.clients]
+        self.trainer_address: str = next((each for each in addresses if each != LOOPBACK), LOOPBACK)
+        """Where all workers can reach this process: engines of this host reach it under the address that others have, too."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """`init_info["rank_offset"]` is the rank of the first worker; each engine gets its own."""

@@ -11,31 +11,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
-import select
-import signal
 import socket
 import struct
-import subprocess
 import threading
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from drmas.errors import EngineDied, EngineError
+from drmas.rollout.engine_process import EXIT_GRACE_SECONDS, EngineProcess
 
-TAIL_BYTES = 3000
 SEND_TIMEOUT_SECONDS = 30
-EXIT_GRACE_SECONDS = 3.0
 
 
 class Connection:
     """`process` and our end of its socket."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], connection: socket.socket, log: Path) -> None:
-        self.pid = process.pid
-        self._name, self._process, self._socket, self._log = name, process, connection, log
-        self._log_start = log.stat().st_size
+    def __init__(self, name: str, process: EngineProcess, connection: socket.socket) -> None:
+        self.process = process
+        self._name, self._socket = name, connection
         self._pending: dict[int, Future[Any]] = {}
         self._ids = itertools.count(1)
         self._lock = threading.Lock()  # guards _pending and _death, and keeps messages whole and in order
@@ -49,6 +42,11 @@ class Connection:
     @property
     def alive(self) -> bool:
         return self._death is None
+
+    @property
+    def own_address(self) -> str:
+        """Of this host, as the process sees it."""
+        return self._socket.getsockname()[0] if self._socket.family in (socket.AF_INET, socket.AF_INET6) else "127.0.0.1"
 
     def request(self, do: str, **fields: Any) -> tuple[int, Future[Any]]:
         """Send a message that gets an answer: its id and the future of the result. EngineDied: the process is gone."""
@@ -96,21 +94,12 @@ class Connection:
         return EngineDied(self._death)
 
     def kill(self) -> None:
-        """End the process and its children now."""
-        if self.alive:  # it has not been reaped, so the id is still its own
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        """End the process and its children now. Its socket is shut as well: a host that is gone can't be asked to."""
+        if self.alive:
+            self.process.kill()
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
         self._reader.join()
-
-    def log_tail(self) -> str:
-        """The end of what this process wrote, and where the rest is; never raises."""
-        try:
-            with self._log.open("rb") as file:
-                file.seek(max(self._log_start, self._log.stat().st_size - TAIL_BYTES))
-                tail = file.read().decode(errors="replace").strip()
-        except OSError as error:
-            return f"--- its log can't be read: {error}"
-        return f"--- the end of {self._log}:\n{tail}"
 
     def _send(self, message: dict[str, Any]) -> None:
         """With the lock held. A broken socket is no error here: the reader sees it too and says what happened."""
@@ -118,14 +107,15 @@ class Connection:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except (TimeoutError, BlockingIOError):
             self._verdict = f"took no message for {SEND_TIMEOUT_SECONDS} s, so it was killed"
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            self.process.kill()
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
 
     def _read(self) -> None:
         try:
-            with self._socket.makefile("rb") as lines, contextlib.suppress(ConnectionError):
+            with self._socket.makefile("rb") as lines, contextlib.suppress(OSError):
                 for line in lines:
                     if line.endswith(b"\n"):  # a process that is killed while it sends leaves part of a line
                         self._receive(json.loads(line))
@@ -147,13 +137,13 @@ class Connection:
 
     def _bury(self) -> None:
         """Nothing more is read: let the process end, end its children, say what happened to all who wait."""
-        who = f"engine {self._name} (process {self.pid})"
+        who = f"engine {self._name} ({self.process.where})"
         with self._lock:
             self._death = f"{who} closed its connection"  # before anything that takes time or could fail
         try:
-            end = _describe(self._reap())
+            end = self.process.end()
             with self._lock:
-                self._death = f"{who} {self._verdict or end}\n{self.log_tail()}"
+                self._death = f"{who} {self._verdict or end}\n{self.process.log_tail()}"
         finally:
             with self._lock:
                 pending, self._pending = self._pending, {}
@@ -161,20 +151,3 @@ class Connection:
             for future in pending.values():
                 if future.set_running_or_notify_cancel():
                     future.set_exception(EngineDied(self._death))
-
-    def _reap(self) -> int:
-        """The exit status of the process, which gets a moment to end by itself; its children are killed."""
-        descriptor = os.pidfd_open(self.pid)
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        poll.poll(EXIT_GRACE_SECONDS * 1000)
-        os.close(descriptor)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so the group's id can't be another's
-        return self._process.wait()
-
-
-def _describe(status: int) -> str:
-    if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
-    return f"ended with status {status}"

@@ -1,13 +1,14 @@
 """vLLM as an engine of the protocol in `drmas.rollout.engine`, in a process of its own.
 
 Called by the collector and the controller of the trainer's rank 0. This file is the protocol; `vllm_launch` starts the process,
-`vllm_connection` talks to it, `vllm_process` and `vllm_loop` are what runs in it.
+or an engine host does where the engine lives elsewhere (`host_client`); `vllm_connection` talks to it, `vllm_process` and
+`vllm_loop` are what runs in it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from drmas.config.schema import EngineConfig, LoraConfig
 from drmas.core.adapters import adapter_config
 from drmas.errors import EngineDied, EngineError, EngineStartError, EngineTimeout
 from drmas.rollout.engine import Completion, Sampling
+from drmas.rollout.engine_process import EngineProcess
+from drmas.rollout.host_client import RemoteHost
 from drmas.rollout.vllm_connection import Connection
-from drmas.rollout.vllm_launch import engine_device, engine_environment, launch
+from drmas.rollout.vllm_launch import check_model_folder, engine_device, engine_environment, launch
 from drmas.rollout.vllm_options import check_options
 from drmas.rollout.vllm_process import adapter_arguments, engine_arguments
 
@@ -42,10 +45,14 @@ class VllmEngine:
         initial_version: int = 0,
         lora: LoraConfig | None = None,
         replica: int | None = None,
+        host: RemoteHost | None = None,
+        gpus: Sequence[int] | None = None,
     ) -> None:
         """`name` is the policy's. `replica`: which one of its engines, where there are several (`pool`).
 
         `lora`: updates bring adapters of that shape for the model folder's weights, which stay; None: whole weights.
+        `host`: where it runs; None: here. `gpus`: which it sees of those that this process sees, all if None; another host
+        gives it `config.tensor_parallel` free ones of its own.
         """
         self.version = initial_version
         self.max_model_tokens = config.max_model_tokens
@@ -53,7 +60,7 @@ class VllmEngine:
         self._name = name if replica is None else f"{name}-{replica}"
         self._log = Path(log_dir) / f"engine-{self._name}.log"
         self._seed, self._deterministic, self._initial_version = seed, deterministic, initial_version
-        self._lora = lora
+        self._lora, self._host, self._gpus = lora, host, gpus
         self._advancing = False
         self._connection: Connection | None = None
         self._sync_client: VllmSyncClient | None = None
@@ -62,16 +69,11 @@ class VllmEngine:
     def start(self) -> None:
         """Start the process and wait until it is ready. EngineStartError: it isn't, and why."""
         self.close()
-        if not (self._model_path / "config.json").is_file():
-            raise EngineStartError(
-                f"engine {self._name}: {self._model_path} is no model folder (no config.json); "
-                f"set policies.{self._policy}.model"
-            )
-        device = engine_device()
+        check_model_folder(self._model_path, self._name, where=f"; set policies.{self._policy}.model")
+        device = engine_device() if self._host is None else self._host.describe()["device"]
         arguments = self._arguments(device)
         check_options(self._policy, self._config.options, arguments)
-        process, connection = launch(engine_environment(device, self._config.threads), self._log)
-        self._connection = Connection(self._name, process, connection, self._log)
+        self._connection = Connection(self._name, *self._launch(device))
         _, ready = self._connection.request(
             "start",
             arguments=arguments | self._config.options,
@@ -85,15 +87,23 @@ class VllmEngine:
             raise EngineStartError(f"engine {self._name} did not come up: {error}") from None
         except EngineError as error:
             self.close()
-            raise EngineStartError(f"{error}; the whole log is {self._log}") from None
+            raise EngineStartError(f"{error}; the whole log is {self._connection.process.log}") from None
         except TimeoutError:
             self._connection.kill()
             raise EngineStartError(
                 f"engine {self._name} was not ready after {self._config.start_timeout_seconds:g} s "
-                f"(policies.{self._policy}.engine.start_timeout_seconds)\n{self._connection.log_tail()}"
+                f"(policies.{self._policy}.engine.start_timeout_seconds)\n{self._connection.process.log_tail()}"
             ) from None
         self.version = self._initial_version
         self._sync_client = VllmSyncClient(self, self._connection, description, self._config.request_timeout_seconds)
+
+    def _launch(self, device: str) -> tuple[EngineProcess, socket.socket]:
+        """Start the process, here or on the engine's host."""
+        threads = self._config.threads
+        if self._host is None:
+            return launch(engine_environment(device, threads, self._gpus), self._log)
+        num_gpus = self._config.tensor_parallel
+        return self._host.launch(self._name, model=self._model_path, num_gpus=num_gpus, threads=threads)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int, key: str) -> Completion:
         """Sample one response; see the protocol. EngineError also when the answer takes longer than the request timeout."""
@@ -164,7 +174,7 @@ class VllmEngine:
     @property
     def pid(self) -> int | None:
         """The engine's process (and its group), None where none was started."""
-        return self._connection.pid if self._connection is not None else None
+        return self._connection.process.pid if self._connection is not None else None
 
     @property
     def alive(self) -> bool:
@@ -173,7 +183,7 @@ class VllmEngine:
     def stats(self) -> dict[str, float]:
         """peak_memory_bytes of the process (0 where none runs); prompt_tokens, cached_tokens and generated_tokens so far."""
         return {
-            "peak_memory_bytes": float(peak_memory_bytes(self._connection.pid)) if self.alive else 0.0,
+            "peak_memory_bytes": float(self._connection.process.peak_memory_bytes()) if self.alive else 0.0,
             "prompt_tokens": float(self._prompt_tokens),
             "cached_tokens": float(self._cached_tokens),
             "generated_tokens": float(self._generated_tokens),
@@ -243,7 +253,8 @@ class VllmEngine:
 class VllmSyncClient:
     """vLLM's weight-transfer control protocol over one engine process's connection, for `drmas.weights`.
 
-    `mixed` is True after a failed update that left some layers new and some old, until an update succeeds.
+    `mixed` is True after a failed update that left some layers new and some old, until an update succeeds. `trainer_address` is
+    where the engine's workers can reach this process.
     """
 
     def __init__(self, engine: VllmEngine, connection: Connection, description: dict[str, int], timeout: float) -> None:
@@ -251,6 +262,7 @@ class VllmSyncClient:
         self.num_workers = description["num_workers"]
         self.torch_threads = description["torch_threads"]
         self.mixed = False
+        self.trainer_address = connection.own_address
         self._engine, self._connection, self._timeout = engine, connection, timeout
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -293,18 +305,3 @@ async def _answers(connection: Connection) -> bool:
         connection.forget(number)
         return False
     return True
-
-
-def peak_memory_bytes(pid: int) -> int:
-    """The largest resident size so far of the process `pid`, plus that of its children (tensor-parallel workers)."""
-    total = 0
-    try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-            total += sum(peak_memory_bytes(int(child)) for child in children)
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                total += int(line.split()[1]) * 1024
-    except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
-        pass
-    return total

@@ -1,7 +1,8 @@
 """Start the vLLM process: its environment, its log file, and the socket that connects it.
 
-Called by `vllm_engine`. The environment is set in full here because most of it must stand before Python starts, and because
-vLLM's defaults assume that it has the machine to itself.
+Called by `vllm_engine` for engines on this host, and by `host_server` for those of a trainer elsewhere. The environment is set
+in full here because most of it must stand before Python starts, and because vLLM's defaults assume that it has the machine to
+itself.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+
+from drmas.errors import EngineStartError
+from drmas.rollout.engine_process import LocalProcess
 
 WORKER_EXTENSION = "drmas.weights.worker.WorkerExtension"
 GLOO_BACKEND = "drmas-gloo"
@@ -28,8 +33,11 @@ def engine_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def engine_environment(device: str, threads: int | None) -> dict[str, str]:
-    """The environment of an engine process on `device` with `threads` CPU threads (all that this process may use if None)."""
+def engine_environment(device: str, threads: int | None, gpus: Sequence[int] | None = None) -> dict[str, str]:
+    """The environment of an engine process on `device` with `threads` CPU threads (all that this process may use if None).
+
+    `gpus` are those that it sees, as indices into what this process sees; all of them if None.
+    """
     kept = {name: value for name, value in os.environ.items() if name not in TORCHRUN and not name.startswith("TORCHELASTIC_")}
     kept.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, and it would override kv_cache_bytes
     kept |= {
@@ -52,7 +60,31 @@ def engine_environment(device: str, threads: int | None) -> dict[str, str]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "LD_PRELOAD": ":".join(filter(None, [openmp_library(), kept.get("LD_PRELOAD", "")])),
         }
+    if gpus is not None:
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(gpus))
     return kept
+
+
+def visible_gpus(indices: Sequence[int]) -> list[str]:
+    """What CUDA calls the GPUs of these `indices` into what this process sees: numbers, or UUIDs where it is told so.
+
+    EngineStartError: there are not so many.
+    """
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return [str(index) for index in indices]
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if indices and max(indices) >= len(names):
+        raise EngineStartError(
+            f"an engine needs GPU {max(indices)}; CUDA_VISIBLE_DEVICES is {listed!r}, which has {len(names)}"
+        )
+    return [names[index] for index in indices]
+
+
+def check_model_folder(folder: Path, who: str, *, where: str = "") -> None:
+    """EngineStartError where vLLM would take `folder` for the name of a model on the hub."""
+    if not (folder / "config.json").is_file():
+        raise EngineStartError(f"engine {who}: {folder} is no model folder{where} (no config.json)")
 
 
 def openmp_library() -> str:
@@ -63,11 +95,18 @@ def openmp_library() -> str:
     return str(found[0]) if found else ""
 
 
-def launch(environment: dict[str, str], log: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The process, in a session of its own so that it can be killed with all its children, and our end of its socket."""
+def launch(environment: dict[str, str], log: Path) -> tuple[LocalProcess, socket.socket]:
+    """The process and our end of its socket."""
     ours, theirs = socket.socketpair()
+    with theirs:
+        return spawn(environment, log, theirs), ours
+
+
+def spawn(environment: dict[str, str], log: Path, theirs: socket.socket) -> LocalProcess:
+    """The process that serves the other end of `theirs`, in a session of its own: it can be killed with all its children."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with theirs, log.open("ab") as output:
+    with log.open("ab") as output:
+        start = output.tell()
         process = subprocess.Popen(
             [sys.executable, "-m", "drmas.rollout.vllm_process", str(theirs.fileno()), str(os.getpid())],
             env=environment,
@@ -77,4 +116,4 @@ def launch(environment: dict[str, str], log: Path) -> tuple[subprocess.Popen[byt
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
-    return process, ours
+        return LocalProcess(process, log, start)

@@ -12,6 +12,7 @@ import threading
 import pytest
 
 from drmas.errors import EngineDied, EngineError
+from drmas.rollout.engine_process import LocalProcess
 from drmas.rollout.vllm_connection import Connection
 
 PROCESS = """
@@ -53,7 +54,7 @@ def connection(tmp_path):
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
-    connection = Connection("fake", process, ours, log)
+    connection = Connection("fake", LocalProcess(process, log, 0), ours)
     yield connection
     connection.close()
 
@@ -93,7 +94,7 @@ def test_a_death_fails_everything_that_waits_with_status_and_log(connection):
 
 def test_a_signal_is_named(connection):
     _, waiting = connection.request("held")
-    os.kill(connection.pid, signal.SIGKILL)
+    os.kill(connection.process.pid, signal.SIGKILL)
     with pytest.raises(EngineDied, match="was killed by SIGKILL"):
         waiting.result(10)
 
@@ -102,14 +103,14 @@ def test_a_signal_is_named(connection):
 def test_a_process_that_does_not_answer_is_killed_and_all_who_wait_are_told_why(connection, stopped):
     _, waiting = connection.request("held")
     if stopped:
-        os.kill(connection.pid, signal.SIGSTOP)
+        os.kill(connection.process.pid, signal.SIGSTOP)
     with pytest.raises(EngineDied, match=r"gave no answer to held within 0\.05 s, so it was killed"):
         connection.call("held", timeout=0.05)
     assert not connection.alive
     with pytest.raises(EngineDied, match="no answer to held"):
         waiting.result(0)
     with pytest.raises(ProcessLookupError):
-        os.kill(connection.pid, 0)
+        os.kill(connection.process.pid, 0)
 
 
 def test_a_process_killed_while_it_sends_an_answer_is_dead_like_any_other(connection):
@@ -157,8 +158,8 @@ def test_close_ends_the_process_even_one_that_is_stopped(connection, stopped, mo
     monkeypatch.setattr("drmas.rollout.vllm_connection.EXIT_GRACE_SECONDS", 0.5)
     connection.call("echo", timeout=10)
     if stopped:
-        os.kill(connection.pid, signal.SIGSTOP)
+        os.kill(connection.process.pid, signal.SIGSTOP)
     connection.close()
     with pytest.raises(ProcessLookupError):
-        os.kill(connection.pid, 0)
+        os.kill(connection.process.pid, 0)
     connection.close()

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from drmas.errors import EngineDied, EngineError, EngineStartError
 from drmas.rollout.engine import Sampling
+from drmas.rollout.engine_process import LocalProcess
 from drmas.rollout.vllm_engine import PREFILL_TOKENS
 
 EOS = 1
@@ -325,7 +326,8 @@ def silent_engine(make_engine, monkeypatch):
         log.touch()
         with theirs:
             command = [sys.executable, "-c", SILENT, str(theirs.fileno())]
-            return subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True), ours
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+            return LocalProcess(process, log, 0), ours
 
     monkeypatch.setattr("drmas.rollout.vllm_engine.launch", launch)
     monkeypatch.setattr("drmas.rollout.vllm_engine.PROBE_SECONDS", 0.1)

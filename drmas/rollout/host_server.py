@@ -1,0 +1,191 @@
+"""An engine host: starts vLLM engines for a trainer's rank 0 elsewhere and tells it how they end. Run by `drmas serve-engines`.
+
+    rank 0 ── connect, prove, "launch" ──▶ this process: picks GPUs, starts `vllm_process` on that very connection
+    rank 0 ◀──────── requests, answers, weights' control ────────▶ vllm_process (this process is out of the way)
+    rank 0 ── connect, prove, "end" ────▶ this process: how it ended, the end of its log
+
+An engine ends with its connection: when the trainer closes it, dies, or falls silent for as long as it said at the start. All
+of them end with this process. Whoever knows the secret can start engines, and with them code; without a secret only loopback is
+served. One thread per connection; none of them lives as long as an engine but the one that waits for its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from drmas.errors import ConfigError, EngineStartError
+from drmas.rollout import host_wire
+from drmas.rollout.engine_process import EXIT_GRACE_SECONDS, LocalProcess
+from drmas.rollout.host_wire import HandshakeError, Message
+from drmas.rollout.vllm_launch import check_model_folder, engine_device, engine_environment, spawn
+
+HANDSHAKE_SECONDS = 10.0
+LEAST_SECRET = 16
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_ENDED_KEPT = 256
+"""Ended engines that are still known by how they ended."""
+
+
+def _nothing(text: str) -> None:
+    """Where nobody listens."""
+
+
+@dataclass
+class _Engine:
+    """`gpus` are given back when the process has ended; `end` says how, once it has."""
+
+    name: str
+    process: LocalProcess
+    gpus: tuple[int, ...]
+    ended: threading.Event
+    end: str = ""
+
+
+class EngineHost:
+    """Listens from its making; `serve` answers until `close`."""
+
+    def __init__(
+        self, host: str, port: int, *, secret: str, gpus: Sequence[int], logs: Path, say: Callable[[str], None] = _nothing
+    ) -> None:
+        """`gpus`: those that engines may have, as indices into what this process sees. `say` hears what happens.
+
+        ConfigError: the address can't be had, or is open to others while the secret is missing or short.
+        """
+        if host not in LOOPBACK and len(secret) < LEAST_SECRET:
+            raise ConfigError(
+                f"--host {host} can be reached from other machines and the secret has {len(secret)} characters; set "
+                f"DRMAS_ENGINE_TOKEN to at least {LEAST_SECRET} random ones, the same here and for the trainer"
+            )
+        try:
+            self._listener = socket.create_server((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"--host {host} --port {port} can't be served: {error}; take another --port, or 0 for a free one"
+            ) from error
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self.device = engine_device()
+        self.gpus = tuple(gpus)
+        self._secret, self._logs, self._say = secret, logs, say
+        self._engines: dict[int, _Engine] = {}
+        self._lock = threading.Lock()  # guards _engines and the choice of GPUs
+
+    def serve(self) -> None:
+        """Answer until the listener is closed."""
+        while True:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(connection, peer[0]), name=f"peer-{peer[0]}", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening and end all engines."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            engines = list(self._engines.values())
+        for engine in engines:
+            engine.process.kill()
+        for engine in engines:
+            engine.ended.wait(HANDSHAKE_SECONDS)
+
+    def _answer(self, connection: socket.socket, peer: str) -> None:
+        """One connection: who it is, what it wants. An engine's process has a copy of the socket when ours is closed."""
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(HANDSHAKE_SECONDS)
+            try:
+                host_wire.prove(connection, self._secret, server=True)
+                message = host_wire.receive(connection)
+                answer = self._do(message, connection)
+            except HandshakeError as error:
+                self._say(f"refused {peer}: {error}")
+                return
+            except (EngineStartError, KeyError, TypeError, ValueError) as error:
+                answer = {"error": str(error) if isinstance(error, EngineStartError) else f"a bad message: {error!r}"}
+            if answer is not None:
+                host_wire.send(connection, answer)
+
+    def _do(self, message: Message, connection: socket.socket) -> Message | None:
+        """The answer; None where `launch` has sent it and the connection is the engine's."""
+        match message["do"]:
+            case "describe":
+                return {"host": socket.gethostname(), "device": self.device, "gpus": list(self.gpus), "free": self._free()}
+            case "launch":
+                return self._launch(message, connection)
+            case "kill":
+                if (engine := self._engines.get(message["engine"])) is not None:
+                    engine.process.kill()
+                return {}
+            case "end":
+                return self._end(message["engine"])
+            case "memory":
+                engine = self._engines.get(message["engine"])
+                return {"bytes": 0 if engine is None or engine.ended.is_set() else engine.process.peak_memory_bytes()}
+        raise ValueError(f"do is {message['do']!r}")
+
+    def _launch(self, message: Message, connection: socket.socket) -> Message | None:
+        name, model = str(message["name"]), Path(message["model"])
+        check_model_folder(model, name, where=f" on {socket.gethostname()}; it must have the same path on every host")
+        log = self._logs / f"engine-{_file_part(name)}-{os.getpid()}.log"
+        with self._lock:
+            gpus = self._take(int(message["num_gpus"]), name)
+            environment = engine_environment(self.device, message["threads"], gpus or None)
+            host_wire.set_keepalive(connection, float(message["silence_seconds"]))
+            connection.settimeout(None)
+            process = spawn(environment, log, connection)
+            engine = _Engine(name, process, gpus, threading.Event())
+            self._engines[process.pid] = engine
+        threading.Thread(target=self._await, args=(engine,), name=f"engine-{name}", daemon=True).start()
+        host_wire.send(connection, {"engine": process.pid, "gpus": list(gpus), "log": str(log.absolute())})
+        return None
+
+    def _take(self, count: int, name: str) -> tuple[int, ...]:
+        """With the lock held. EngineStartError: so many GPUs aren't free. On a host without GPUs there is nothing to take."""
+        if self.device == "cpu":
+            return ()
+        free = self._free()
+        if count > len(free):
+            taken = ", ".join(f"{engine.name} {list(engine.gpus)}" for engine in self._running())
+            raise EngineStartError(
+                f"engine {name} needs {count} GPU(s); {socket.gethostname()} serves {len(self.gpus)}, of which {len(free)} are "
+                f"free ({taken or 'none is taken'})"
+            )
+        return tuple(free[:count])
+
+    def _free(self) -> list[int]:
+        taken = {gpu for engine in self._running() for gpu in engine.gpus}
+        return [gpu for gpu in self.gpus if gpu not in taken]
+
+    def _running(self) -> list[_Engine]:
+        return [engine for engine in list(self._engines.values()) if not engine.ended.is_set()]
+
+    def _await(self, engine: _Engine) -> None:
+        """Until it has ended, however long that takes; then its children go, too."""
+        engine.end = engine.process.end(patience=None)
+        engine.ended.set()
+        self._say(f"engine {engine.name} ({engine.process.where}) {engine.end}")
+        with self._lock:
+            ended = [pid for pid, each in self._engines.items() if each.ended.is_set()]
+            for pid in ended[:-_ENDED_KEPT]:
+                del self._engines[pid]
+
+    def _end(self, number: int) -> Message:
+        engine = self._engines.get(number)
+        if engine is None:
+            return {"end": "is unknown to its host, which was started anew since", "tail": ""}
+        if not engine.ended.wait(EXIT_GRACE_SECONDS):
+            engine.process.kill()
+            engine.ended.wait(HANDSHAKE_SECONDS)
+        return {"end": engine.end or "can't be killed", "tail": engine.process.log_tail()}
+
+
+def _file_part(name: str) -> str:
+    """`name` as a part of a file's name: it comes from outside."""
+    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)[:100]

@@ -1,0 +1,244 @@
+"""Engines of another host: a real one behind a real daemon on loopback, and the daemon's own rules with stand-in processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from drmas.cli.serve_engines import parse_gpus
+from drmas.config.cluster import ClusterConfig
+from drmas.errors import ConfigError, EngineDied, EngineStartError
+from drmas.rollout import host_server, host_wire
+from drmas.rollout.engine import Sampling
+from drmas.rollout.engine_process import LocalProcess
+from drmas.rollout.host_client import RemoteHost
+from drmas.rollout.host_server import EngineHost
+from drmas.rollout.vllm_engine import VllmEngine
+
+SECRET = "a secret of the tests"
+CLUSTER = ClusterConfig(token_env="DRMAS_TEST_TOKEN", connect_timeout_seconds=10)
+
+
+@pytest.fixture
+def served():
+    """The engine hosts of the test, closed at its end."""
+    servers: list[EngineHost] = []
+    yield servers
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def serve(tmp_path, served):
+    """Engine hosts on loopback; keyword arguments as EngineHost has them."""
+
+    def start(**changes) -> EngineHost:
+        server = EngineHost("127.0.0.1", 0, **{"secret": SECRET, "gpus": [], "logs": tmp_path / "logs", **changes})
+        threading.Thread(target=server.serve, daemon=True).start()
+        served.append(server)
+        return server
+
+    return start
+
+
+@pytest.fixture
+def reach(monkeypatch):
+    """The client's side of a server, with its secret or another."""
+
+    def make(server: EngineHost, secret: str = SECRET) -> RemoteHost:
+        monkeypatch.setenv("DRMAS_TEST_TOKEN", secret)
+        return RemoteHost(f"tcp://127.0.0.1:{server.address[1]}", CLUSTER)
+
+    return make
+
+
+@pytest.fixture
+def remote_engine(serve, reach, make_engine):
+    server = serve()
+    engine: VllmEngine = make_engine("far")
+    engine._host = reach(server)
+    engine.start()
+    yield engine
+    engine.close()
+
+
+async def test_an_engine_elsewhere_answers_as_one_here_and_its_end_is_told(remote_engine, engine, generate_all):
+    requests = [([5, 9, 30 + seed], Sampling(40), seed) for seed in range(6)]
+    here, there = await generate_all(engine, requests), await generate_all(remote_engine, requests)
+    assert [each.token_ids for each in there] == [each.token_ids for each in here]
+    assert remote_engine.sync_client.trainer_address == "127.0.0.1"
+    assert 300e6 < remote_engine.stats()["peak_memory_bytes"] < 3e9
+
+    waiting = asyncio.ensure_future(remote_engine.generate([5, 6], Sampling(250), seed=1, key="k"))
+    await asyncio.sleep(0)
+    os.kill(remote_engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineDied, match=r"at tcp://127\.0\.0\.1:\d+\) was killed by SIGKILL\n--- the end of .*engine-far-"):
+        await waiting
+    assert not remote_engine.alive
+    first = remote_engine.pid
+    remote_engine.start()
+    assert remote_engine.pid != first
+    (again,) = await generate_all(remote_engine, requests[:1])
+    assert again.token_ids == here[0].token_ids
+
+    last = remote_engine.pid
+    remote_engine.close()
+    assert gone(last)
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended, or does within 20 seconds."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    with os.fdopen(descriptor):
+        return bool(select.select([descriptor], [], [], 20)[0])
+
+
+# what can be wrong on the way
+
+
+def test_a_host_that_is_not_there_is_named_with_the_keys_that_lead_to_it(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    host = RemoteHost(f"tcp://127.0.0.1:{port}", CLUSTER)
+    with pytest.raises(
+        EngineStartError, match=rf"engine a: the engine host tcp://127\.0\.0\.1:{port} can't be reached: .*refused"
+    ):
+        host.launch("a", model=Path("/nowhere"), num_gpus=1, threads=1)
+
+
+def test_another_secret_is_refused_on_both_sides_and_never_shown(serve, reach, capfd):
+    with pytest.raises(
+        EngineStartError, match="another secret; DRMAS_TEST_TOKEN is set here, and must be as it is there"
+    ) as error:
+        reach(serve(), "something else entirely").describe()
+    assert SECRET not in str(error.value)
+    assert "something else" not in str(error.value)
+    with pytest.raises(EngineStartError, match="DRMAS_TEST_TOKEN is not set here"):
+        reach(serve(), "").describe()
+
+
+def test_a_server_of_another_kind_is_no_engine_host(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + b" " * 100)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        host = RemoteHost(f"tcp://127.0.0.1:{listener.getsockname()[1]}", CLUSTER)
+        with pytest.raises(EngineStartError, match="gave no answer"):
+            host.describe()
+        thread.join()
+
+
+def test_a_model_folder_that_the_other_host_lacks_is_named(serve, reach):
+    with pytest.raises(EngineStartError, match=r"engine a: /nowhere is no model folder on .*the same path on every host"):
+        reach(serve()).launch("a", model=Path("/nowhere"), num_gpus=1, threads=1)
+
+
+@pytest.mark.parametrize("message", [{"do": "dance"}, {"do": "launch"}, {"do": "end"}, {"do": "kill", "engine": []}])
+def test_a_message_that_makes_no_sense_ends_nothing(serve, reach, message):
+    host = reach(serve())
+    assert "a bad message" in host.question(message)["error"]
+    assert host.describe()["device"] == "cpu"
+
+
+def test_an_engine_that_the_host_never_had_is_said_to_be_unknown(serve, reach):
+    assert "unknown to its host" in reach(serve()).question({"do": "end", "engine": 1})["end"]
+
+
+def test_a_taken_port_and_an_open_address_without_a_secret_are_refused(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"--port {port} can't be served: .*take another --port, or 0"):
+            EngineHost("127.0.0.1", port, secret="", gpus=[], logs=tmp_path)
+    with pytest.raises(ConfigError, match="the secret has 5 characters; set DRMAS_ENGINE_TOKEN to at least 16"):
+        EngineHost("0.0.0.0", 0, secret="short", gpus=[], logs=tmp_path)
+
+
+# GPUs, without any
+
+
+@pytest.fixture
+def gpu_host(serve, reach, monkeypatch, engine_model):
+    """A host of four GPUs whose engines are `sleep`s; what each sees is recorded by name."""
+    seen = {}
+
+    def spawn(environment, log, theirs) -> LocalProcess:
+        log.parent.mkdir(exist_ok=True)
+        log.touch()
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        seen[log.name.split("-")[1]] = environment["CUDA_VISIBLE_DEVICES"]
+        return LocalProcess(process, log, 0)
+
+    monkeypatch.setattr(host_server, "engine_device", lambda: "cuda")
+    monkeypatch.setattr(host_server, "spawn", spawn)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    host = reach(serve(gpus=[0, 1, 2, 3]))
+    return host, lambda name, count: host.launch(name, model=engine_model, num_gpus=count, threads=None), seen
+
+
+def test_engines_get_gpus_of_their_own_and_give_them_back(gpu_host):
+    host, launch, seen = gpu_host
+    first, connection = launch("a", 2)
+    connection.close()
+    launch("b", 1)
+    assert seen == {"a": "4,5", "b": "6"}
+    assert host.describe()["free"] == [3]
+    with pytest.raises(EngineStartError, match=r"needs 2 GPU\(s\); .* serves 4, of which 1 are free \(a \[0, 1\], b \[2\]\)"):
+        launch("c", 2)
+    first.kill()
+    assert first.end() == "was killed by SIGKILL"
+    assert host.describe()["free"] == [0, 1, 3]
+    launch("c", 3)
+    assert seen["c"] == "4,5,7"
+
+
+def test_engines_end_with_their_host(gpu_host, served):
+    _, launch, _ = gpu_host
+    process, _ = launch("a", 1)
+    os.kill(process.pid, 0)
+    served[0].close()
+    assert gone(process.pid)
+
+
+@pytest.mark.parametrize(("text", "found"), [(None, [0, 1, 2, 3]), ("0-2", [0, 1, 2]), ("3,1", [3, 1]), ("0, 2-3", [0, 2, 3])])
+def test_gpus_as_numbers_and_ranges(text, found):
+    assert parse_gpus(text, 4) == found
+
+
+@pytest.mark.parametrize("text", ["", "a", "0-", "4", "0-4", "1,1", "-1", "2-1"])
+def test_what_names_no_gpus_is_refused(text):
+    with pytest.raises(ConfigError, match="--gpus is"):
+        parse_gpus(text, 4)
+
+
+def test_a_peer_that_says_nothing_holds_nobody_up(serve, reach, monkeypatch):
+    server = serve()
+    with socket.create_connection(server.address):
+        assert reach(server).describe()["gpus"] == []
+
+
+def test_the_wire_is_what_the_client_speaks(serve):
+    """A connection that proves nothing gets no answer, whatever it asks."""
+    server = serve()
+    with socket.create_connection(server.address, 10) as connection:
+        connection.sendall(b"x" * (host_wire.CHALLENGE_BYTES + 32))
+        received = b""
+        while part := connection.recv(4096):
+            received += part
+    assert len(received) == host_wire.CHALLENGE_BYTES + 32  # its challenge and its own proof, and no more
