@@ -1,18 +1,19 @@
-"""One update step beside plain transformers, in one run: `python bench/end_to_end.py [--recipe NAME] [--where]`.
+"""A whole step of GRPO beside TRL's GRPOTrainer: `python bench/end_to_end.py --trl-python build/trl/bin/python [--json PATH]`.
 
-Every side makes the same update of the recipe's first policy (forward, backward, clipping, AdamW) on the batch of one step of
-the recipe: its own tasks, prompts and team, answered by a script. Rows, weights and token budget per microbatch are the same:
+    make bench-peers          makes that environment: TRL on the torch and transformers of this one
 
-    drmas              PolicyTrainer.update without gradient norms per agent, which the others don't measure either
-    drmas, unshared    the same without prefix sharing
-    drmas, as run      as the recipe has it, gradient norms per agent included
-    transformers       rows packed end to end with their positions, the loss from whole logits, torch's fused AdamW
-    transformers, kept the same, with logits of the response tokens only (`logits_to_keep`)
+Both sides train SmolLM2-135M-Instruct in fp32 on the same word problems, in groups of the same size, and answer with exactly as
+many tokens (the model's copy here has an end token that it never says), with the same reward (word F1 with the question, which
+differs within a group), learning rate, machine and threads. One agent, since TRL has no teams.
 
-Each side is a process of its own; they take turns, step by step, and the best step of each counts: compare ratios, not
-seconds. Peak memory is the process's high-water mark (VmHWM) over the measured steps, weights and optimiser included. tokens/s
-counts the tokens that a step reads, prompts too, however they were computed. `--where` prints what a step's time goes to, by
-operator.
+    drmas                      `drmas train`: Megatron and vLLM, the policy's and the engine's settings as in `--recipe` below
+    TRL                        GRPOTrainer, generation by transformers
+    TRL, continuous batching   the same with transformers' continuous batching
+    TRL, colocated vLLM        the same with vLLM in the trainer's process
+
+Sides are processes of their own and take turns, step by step, the first of which warms up and doesn't count; the best step of
+each counts. A step's tokens are those it generates plus those it trains on, prompts too, however they were computed. Memory is
+the whole process tree's: the highest sum of PSS of all samples over the counted steps. Compare ratios, not seconds.
 """
 
 from __future__ import annotations
@@ -20,269 +21,367 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import date
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # instead of bench/, whose file names would hide packages
 
-import torch
+from bench.peers.memory import PeakMemory, high_water_marks
+from bench.suite.record import Cell, Ratio, Result, Table, about, add_json, printed
+from drmas.runtime.models import PACKAGED, resolve_model
 
-from drmas.agents.team import load_team
-from drmas.config.load import load
-from drmas.config.schema import PolicyConfig, RolloutConfig, RunConfig
-from drmas.config.tasks import RewardConfig
-from drmas.core.batching import plan_microbatches, token_weights
-from drmas.envs.rewards import make_reward
-from drmas.envs.source import TaskSource
-from drmas.policy.host_platform import set_threads
-from drmas.rollout.collector import Collector
-from drmas.rollout.scripted import ScriptedEngine
-from drmas.runtime.models import resolve_model
-from drmas.types import Row, rows_of
-
-Step = Callable[[], float]
+PEERS = Path(__file__).parent / "peers"
+OURS, TRL = "drmas", "TRL"
+SIDES = (OURS, TRL, "TRL, continuous batching", "TRL, colocated vLLM")
+ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+SYSTEM = (
+    "You are a careful teacher of mathematics. Read the problem, name the quantities that are given, say which is asked for, "
+    "and work it out in small steps, one sentence for each. Check the result before you give it, and end with the number alone."
+)
+NEVER_SAID = "<repo_name>"
+"""A token of SmolLM2's vocabulary that it was pretrained with at the starts of repositories."""
+SPEED_TARGET, MEMORY_TARGET = 3.0, 0.8
 
 
-def rows_of_a_step(config: RunConfig, name: str, folder: Path) -> list[Row]:
-    """The policy's rows of one step of the recipe. Answers are a sentence of the lengths that the model's own had."""
-    from transformers import AutoTokenizer
+@dataclass
+class Step:
+    """What a side says of one step, and the seconds that it took as seen from here."""
 
-    team, tokenizer = load_team(config.team), AutoTokenizer.from_pretrained(folder)
+    wall: float
+    generated: float
+    trained: float
+    computed: float
+    seconds: dict[str, float]
+    loss: float
+    grad_norm: float
+    reward: float
 
-    def answer(prompt: str, key: str) -> str:
-        number = sum(map(ord, key)) % 90
-        verdict = ("yes", "no")[number % 2]
-        return verdict if "yes or no" in prompt else f"The sum of the two numbers that you gave is {number}, I think."
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return (self.generated + self.trained) / self.wall
 
+
+@dataclass
+class Side:
+    name: str
+    log: Path
+    process: subprocess.Popen
+    memory: PeakMemory
+    steps: list[Step] = field(default_factory=list)
+    high_water: int = 0
+
+    def step(self, *, counted: bool) -> None:
+        """SystemExit: the side ended."""
+        if counted:
+            self.memory.start()
+        started = time.perf_counter()
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        wall = time.perf_counter() - started
+        if counted:
+            self.memory.stop()
+            self.high_water = high_water_marks(self.process.pid)
+        if not answer:
+            raise SystemExit(f"{self.name} ended early:\n{self.log.read_text()[-4000:]}")
+        if counted:
+            self.steps.append(Step(wall=wall, **json.loads(answer)))
+
+    @property
+    def best(self) -> Step:
+        return min(self.steps, key=lambda step: step.wall)
+
+
+def write_tasks(path: Path, count: int) -> None:
+    """Word problems in the manner of GSM8K, with the question itself as what the reward compares with."""
+    import reasoning_gym
+
+    problems = reasoning_gym.create_dataset("gsm_symbolic", size=count, seed=0)
+    lines = ({"id": f"problem-{i}", "prompt": each["question"], "answer": each["question"]} for i, each in enumerate(problems))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_endless(folder: Path) -> None:
+    """The model with another end token, so that every response has all the tokens that it may have."""
+    shutil.copytree(resolve_model(PACKAGED), folder)
+    number = json.loads((folder / "tokenizer.json").read_text())
+    token = next(each["id"] for each in number["added_tokens"] if each["content"] == NEVER_SAID)
+    for name, change in (
+        ("config.json", {"eos_token_id": token}),
+        ("generation_config.json", {"eos_token_id": token}),
+        ("tokenizer_config.json", {"eos_token": NEVER_SAID}),
+    ):
+        file = folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | change, indent=2))
+
+
+def recipe(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What drmas trains."""
+    return {
+        "name": "end-to-end",
+        "output": str(folder / "runs"),
+        "policies": {
+            "main": {
+                "model": str(folder / "model"),
+                "lr": 1e-5,
+                "tokens_per_microbatch": args.microbatch,
+                "engine": {
+                    "max_model_tokens": 512,
+                    "max_concurrent": args.tasks * args.group,
+                    "kv_cache_bytes": 256 * 2**20,
+                    "threads": args.threads,
+                },
+            }
+        },
+        "team": {
+            "name": "single",
+            "solver": {"system": SYSTEM, "prompt": "{question}", "parser": "text", "max_tokens": args.tokens},
+        },
+        "data": {"type": "jsonl", "path": str(folder / "tasks.jsonl")},
+        "reward": {"type": "f1"},
+        "rollout": {"tasks_per_step": args.tasks, "group_size": args.group},
+        "advantage": {"preset": "grpo"},
+        "train": {"steps": args.steps + 2, "threads": args.threads},
+    }
+
+
+def trl_settings(args: argparse.Namespace, folder: Path, side: str) -> dict[str, Any]:
+    """What TRL trains: fp32 and no recomputation, as drmas does; a step's episodes in batches of `--trl-batch`."""
+    episodes = args.tasks * args.group
+    config = {
+        "output_dir": str(folder / "trl"),
+        "use_cpu": True,
+        "bf16": False,
+        "model_init_kwargs": {"dtype": "float32"},
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": args.trl_batch,
+        "gradient_accumulation_steps": episodes // args.trl_batch,
+        "num_generations": args.group,
+        "max_completion_length": args.tokens,
+        "max_steps": args.steps + 2,
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "temperature": 1.0,
+        "beta": 0.0,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "shuffle_dataset": False,
+        "dataloader_pin_memory": False,
+        "disable_tqdm": True,
+    }
+    if side == "TRL, continuous batching":
+        config["use_transformers_continuous_batching"] = True
+    if side == "TRL, colocated vLLM":
+        config |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512}
+    config |= dict(args.trl)
+    common = {"model": str(folder / "model"), "tasks": str(folder / "tasks.jsonl"), "system": SYSTEM}
+    return common | {"threads": args.threads, "episodes": episodes, "config": config}
+
+
+def start(name: str, args: argparse.Namespace, folder: Path) -> Side:
+    """The side's process, on its way to its first step."""
+    slug = name.replace(", ", "-").replace(" ", "-")
+    settings = folder / f"{slug}.json"
+    settings.write_text(json.dumps(recipe(args, folder) if name == OURS else trl_settings(args, folder, name)))
+    python = sys.executable if name == OURS else str(args.trl_python)
+    script = PEERS / ("drmas_side.py" if name == OURS else "trl_side.py")
+    log = folder / f"{slug}.log"
+    process = subprocess.Popen(
+        [python, str(script), str(settings)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log.open("w"),
+        text=True,
+        env=os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(args.threads)},
+    )
+    return Side(name, log, process, PeakMemory(process.pid))
+
+
+def measure(names: Sequence[str], args: argparse.Namespace, folder: Path) -> list[Side]:
+    """Every side's steps, in turn, after one that doesn't count."""
+    write_tasks(folder / "tasks.jsonl", args.tasks * (args.steps + 2))
+    write_endless(folder / "model")
     with ExitStack() as stack:
-        reward = make_reward(RewardConfig(type="exact"))
-        stack.callback(reward.close)
-        rollout = RolloutConfig(**config.rollout.model_dump())
-        engines = {policy: ScriptedEngine(tokenizer, answer) for policy in config.policies}
-        collector = Collector(team, engines, dict.fromkeys(engines, tokenizer), reward, rollout, seed=config.seed)
-        tasks = TaskSource(config.data, seed=config.seed).take(config.rollout.tasks_per_step)
-        rows = rows_of(collector.collect(tasks, step=1))
-    return [row for row in rows if row.policy == name and row.status == "ok"]
+        sides = []
+        for name in names:
+            sides.append(start(name, args, folder))
+            stack.callback(end, sides[-1])
+        for number in range(args.steps + 1):
+            for side in sides:
+                side.step(counted=number > 0)
+        return sides
 
 
-def ours(config: RunConfig, name: str, folder: Path, **changes: Any) -> Step:
-    from drmas.policy.batch import PolicyBatch
-    from drmas.policy.groups import Groups, init_distributed
-    from drmas.policy.trainer import PolicyTrainer
-
-    init_distributed()
-    policy = config.policies[name].model_copy(update=changes)
-    rows = rows_of_a_step(config, name, folder)
-    trainer = PolicyTrainer(
-        name,
-        policy,
-        model_path=folder,
-        layout=Groups().layout(),
-        seed=0,
-        total_steps=1000,
-        agents=list(dict.fromkeys(row.agent for row in rows)),
-        loss=config.loss,
-    )
-    weights = token_weights(rows, "token")
-    batch = PolicyBatch(rows, advantages_of(rows), weights, [1.0] * len(rows), on_policy=True)
-    return lambda: trainer.update(batch).metrics["loss"]
-
-
-def plain(config: RunConfig, name: str, folder: Path, *, keep: bool) -> Step:
-    from transformers import AutoModelForCausalLM
-
-    policy = config.policies[name]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, policy.dtype), attn_implementation="sdpa")
-    betas = (policy.adam_beta1, policy.adam_beta2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=policy.lr, betas=betas, weight_decay=policy.weight_decay, fused=True)
-    rows = rows_of_a_step(config, name, folder)
-    weights, advantages = token_weights(rows, "token"), advantages_of(rows)
-    microbatches = [packed(rows, share, weights, advantages) for share in plan(rows, policy)]
-
-    def step() -> float:
-        total = 0.0
-        for ids, positions, source, target, factor in microbatches:
-            if keep:
-                logits = model(ids, position_ids=positions, logits_to_keep=source, use_cache=False).logits[0]
-            else:
-                logits = model(ids, position_ids=positions, use_cache=False).logits[0, source]
-            logprob = -torch.nn.functional.cross_entropy(logits.float(), target, reduction="none")
-            ratio = (logprob - logprob.detach()).exp()
-            clipped = ratio.clamp(1 - config.loss.clip_low, 1 + config.loss.clip_high)
-            loss = torch.maximum(-factor * ratio, -factor * clipped).sum()
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), policy.clip_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        return total
-
-    return step
-
-
-def advantages_of(rows: list[Row]) -> list[float]:
-    return [1.0 if i % 2 else -0.5 for i in range(len(rows))]
-
-
-def plan(rows: list[Row], policy: PolicyConfig) -> list[list[int]]:
-    from drmas.core.batching import TokenCost
-
-    budget = policy.tokens_per_microbatch
-    return plan_microbatches(rows, budget=budget, num_ranks=1, cost=TokenCost(1, 0, 0), share_prefixes=False)[0]
-
-
-def packed(rows: list[Row], share: list[int], weights: list[float], advantages: list[float]) -> tuple[torch.Tensor, ...]:
-    ids, positions, source, target, factor = [], [], [], [], []
-    for i in share:
-        row = rows[i]
-        own = [*row.prompt_ids, *row.response_ids[:-1]]
-        source += range(len(ids) + len(row.prompt_ids) - 1, len(ids) + len(own))
-        ids += own
-        positions += range(len(own))
-        target += row.response_ids
-        factor += [weights[i] * advantages[i]] * len(row.response_ids)
-    return (
-        torch.tensor([ids]),
-        torch.tensor([positions]),
-        torch.tensor(source),
-        torch.tensor(target),
-        torch.tensor(factor),
-    )
-
-
-MAKERS = {
-    "drmas": (ours, {"agent_grad_norm_every": 0}),
-    "drmas, unshared": (ours, {"agent_grad_norm_every": 0, "prefix_sharing": False}),
-    "drmas, as run": (ours, {}),
-    "transformers": (plain, {"keep": False}),
-    "transformers, kept": (plain, {"keep": True}),
-}
-
-
-def child(side: str, config: RunConfig, threads: int, where: bool) -> None:
-    """Make a step, then one for every line that comes in; answer with seconds, the loss and the peak so far."""
-    set_threads(threads)
-    name = next(iter(config.policies))
-    folder = resolve_model(config.policies[name].model)
-    make, options = MAKERS[side]
-    step = make(config, name, folder, **options)
-    step()
-    Path("/proc/self/clear_refs").write_text("5")
-    rows = rows_of_a_step(config, name, folder)
-    print(json.dumps({"rows": len(rows), "tokens": sum(row.num_tokens for row in rows)}), flush=True)
-    for _ in sys.stdin:
-        start = time.perf_counter()
-        loss = step()
-        seconds = time.perf_counter() - start
-        print(json.dumps({"seconds": seconds, "loss": loss, "peak": high_water_mark()}), flush=True)
-    if where:
-        print(json.dumps(operators(step)), flush=True)
-
-
-def high_water_mark() -> int:
-    """Bytes: the most that this process held since it was last reset."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-def operators(step: Step) -> list[tuple[str, float, int]]:
-    """(operator, its own milliseconds, calls) of one step, the costly ones first."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step()
-    events = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)
-    return [(event.key, event.self_cpu_time_total / 1e3, event.count) for event in events]
-
-
-def spawn(side: str, args: argparse.Namespace) -> subprocess.Popen:
-    command = [sys.executable, __file__, "--recipe", args.recipe, "--threads", str(args.threads), "--side", side]
-    command += ["--where"] * args.where + args.overrides
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Per side: tokens, best seconds, loss of the first measured step, peak bytes, operators."""
-    found: dict[str, Any] = {}
-    sides = {side: spawn(side, args) for side in MAKERS if side in (args.sides or MAKERS)}
+def end(side: Side) -> None:
+    """By closing what it listens to; by force where that isn't enough."""
+    side.process.stdin.close()
     try:
-        for side, process in sides.items():
-            found[side] = read(process) | {"seconds": float("inf")}
-        for repeat in range(args.repeats):
-            for side, process in sides.items():
-                process.stdin.write("step\n")
-                process.stdin.flush()
-                message = read(process)
-                found[side]["seconds"] = min(found[side]["seconds"], message["seconds"])
-                found[side]["peak"] = message["peak"]
-                if repeat == 0:
-                    found[side]["loss"] = message["loss"]
-        for side, process in sides.items():
-            process.stdin.close()
-            if args.where:
-                found[side]["operators"] = read(process)
-    finally:
-        for process in sides.values():
-            process.kill()
-    return found
+        side.process.wait(60)
+    except subprocess.TimeoutExpired:
+        side.process.kill()
+        side.process.wait()
 
 
-def read(process: subprocess.Popen) -> Any:
-    line = process.stdout.readline()
-    if not line:
-        raise SystemExit(f"a side ended early: {' '.join(process.args)}")
-    return json.loads(line)
+def check_same_work(sides: Sequence[Side], args: argparse.Namespace) -> None:
+    """SystemExit where the sides' numbers can't be of the same work."""
+    tokens = args.tasks * args.group * args.tokens
+    for side in sides:
+        for step in side.steps:
+            if step.generated != tokens:
+                raise SystemExit(f"{side.name} generated {step.generated:g} tokens in a step; expected {tokens}")
+            if not (0 < step.grad_norm < float("inf") and abs(step.loss) < 10 and 0 <= step.reward <= 1):
+                raise SystemExit(f"{side.name}: {step}; expected a finite loss and gradient and a reward from 0 to 1")
+    trained = [sum(step.trained for step in side.steps) for side in sides]
+    if max(trained) > 1.2 * min(trained):
+        raise SystemExit(f"the sides trained on {trained} tokens; their prompts should be much alike")
 
 
-def check_agreement(found: dict[str, Any]) -> None:
-    """All sides do the same work, so they lose the same, within what two updates' rounding makes of it."""
-    losses = {side: values["loss"] for side, values in found.items()}
-    first = next(iter(losses.values()))
-    if any(abs(loss - first) > 0.01 * abs(first) + 1e-4 for loss in losses.values()):
-        raise SystemExit(f"the sides don't agree about the loss: {losses}")
+def table_of(sides: Sequence[Side]) -> Table:
+    base = next((side for side in sides if side.name == TRL), None)
+    rows: list[list[Cell]] = []
+    for side in sides:
+        best, peak = side.best, side.memory.peak.total
+        rows.append(
+            [
+                side.name,
+                best.wall,
+                *(best.seconds[phase] for phase in ("rollout", "train", "sync")),
+                best.generated / best.seconds["rollout"],
+                best.trained / best.seconds["train"],
+                best.rate,
+                base and best.rate / base.best.rate,
+                peak / 2**30,
+                base and peak / base.memory.peak.total,
+            ]
+        )
+    columns = [
+        "side",
+        "step s",
+        "rollout s",
+        "train s",
+        "sync s",
+        "generated/s",
+        "trained/s",
+        "tokens/s",
+        "x",
+        "peak GiB",
+        "x of it",
+    ]
+    return Table(title="A step, the best of each side", columns=columns, rows=rows)
 
 
-def main() -> None:
+def memory_table(sides: Sequence[Side]) -> Table:
+    """By process, of the sample with the highest sum."""
+    rows: list[list[Cell]] = []
+    for side in sides:
+        rows += [[side.name, name.rpartition(" ")[0], size / 2**30] for name, size in side.memory.peak.processes.items()]
+        rows.append(
+            [side.name, "all processes' own high-water marks, what they share counted for each", side.high_water / 2**30]
+        )
+    return Table(title="Where the memory is", columns=["side", "process", "GiB"], rows=rows)
+
+
+def ratios_of(sides: Sequence[Side]) -> list[Ratio]:
+    """Of drmas to TRL's best, where both were measured."""
+    found = {side.name: side for side in sides}
+    others = [side for name, side in found.items() if name != OURS]
+    if OURS not in found or not others:
+        return []
+    ours, fastest = found[OURS], max(others, key=lambda side: side.best.rate)
+    return [
+        Ratio(
+            name="tokens/s of a step by TRL's fastest side",
+            value=ours.best.rate / fastest.best.rate,
+            better="higher",
+            tolerance=0.25,
+            why="generation waits for memory and training for arithmetic, which other work on the machine slows unequally",
+            target=SPEED_TARGET,
+        ),
+        Ratio(
+            name="peak memory by that side's",
+            value=ours.memory.peak.total / fastest.memory.peak.total,
+            better="lower",
+            tolerance=0.1,
+            why="what allocators keep, and peaks between two samples",
+            target=MEMORY_TARGET,
+        ),
+    ]
+
+
+def trl_version(python: Path | None) -> str | None:
+    """None where that environment isn't there or lacks TRL."""
+    if python is None or not python.is_file():
+        return None
+    code = "import importlib.metadata as m; print(m.version('trl'))"
+    found = subprocess.run([str(python), "-c", code], capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="quickstart", help="a packaged recipe or a file; its first policy is trained")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--trl-python", type=Path, metavar="PATH", help="the interpreter of TRL's environment")
+    parser.add_argument("--sides", action="append", choices=SIDES, help=f"several times; default: {OURS} and {TRL}")
+    parser.add_argument("--steps", type=int, default=2, help="that count, of each side")
+    parser.add_argument("--tasks", type=int, default=4, help="per step")
+    parser.add_argument("--group", type=int, default=8, help="episodes per task")
+    parser.add_argument("--tokens", type=int, default=64, help="of every response")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--where", action="store_true", help="print the costliest operators of each side's step")
-    parser.add_argument("--sides", action="append", choices=MAKERS, help="measure these only; several times")
-    parser.add_argument("--side", help=argparse.SUPPRESS)
-    args, args.overrides = parser.parse_known_args()
-    config = load(args.recipe, args.overrides)
-    if args.side:
-        child(args.side, config, args.threads, args.where)
-        return
-    found = measure(args)
-    check_agreement(found)
-    policy = next(iter(config.policies.values()))
-    machine = platform.processor() or platform.machine()
-    print(f"{args.recipe}: {policy.model}, {policy.dtype}, {args.threads} threads, {machine}, {date.today()}")
-    batch = next(iter(found.values()))
-    print(f"{batch['rows']} rows, {batch['tokens']} tokens, at most {policy.tokens_per_microbatch} per microbatch")
-    base = found.get("transformers")
-    for side, values in found.items():
-        rate, ratios = values["tokens"] / values["seconds"], ""
-        if base:
-            speed, memory = base["seconds"] / values["seconds"], values["peak"] / base["peak"]
-            ratios = f"   tokens/s x {speed:.2f}   peak x {memory:.2f}"
-        print(f"{side:20} {values['seconds']:7.2f} s   {rate:6.0f} tokens/s   {values['peak'] / 2**30:5.2f} GiB{ratios}")
-    if args.where:
-        for side, values in found.items():
-            total = sum(own for _, own, _ in values["operators"])
-            print(f"\n{side}: where a step's time goes ({total:.0f} ms under the profiler)")
-            for key, own, calls in values["operators"][:16]:
-                print(f"  {own:9.1f} ms {100 * own / total:5.1f} %  {calls:6}  {key}")
+    parser.add_argument("--microbatch", type=int, default=2048, help="tokens per microbatch of drmas")
+    parser.add_argument("--trl-batch", type=int, default=8, help="episodes per batch of TRL")
+    parser.add_argument(
+        "--trl", type=setting, action="append", default=[], metavar="KEY=JSON", help="of GRPOConfig; several times"
+    )
+    add_json(parser)
+    args = parser.parse_args(argv)
+    if args.tasks * args.group % args.trl_batch:
+        parser.error(f"--trl-batch is {args.trl_batch}; it must divide the {args.tasks * args.group} episodes of a step")
+    return args
+
+
+def setting(text: str) -> tuple[str, Any]:
+    key, _, value = text.partition("=")
+    return key, json.loads(value)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    names, notes, installed = list(args.sides or (OURS, TRL)), [], trl_version(args.trl_python)
+    if installed is None and any(name != OURS for name in names):
+        notes.append(
+            "TRL is not installed: run `make bench-peers`, and give its interpreter as --trl-python build/trl/bin/python"
+        )
+        names = [OURS]
+    with tempfile.TemporaryDirectory(prefix="drmas-bench-") as folder:
+        sides = measure(names, args, Path(folder))
+    check_same_work(sides, args)
+    here = about(args.threads)
+    if installed is not None:
+        here = here.model_copy(update={"versions": here.versions | {"trl": installed}})
+    result = Result(
+        benchmark="end_to_end",
+        about=here,
+        tables=[table_of(sides), memory_table(sides)],
+        ratios=ratios_of(sides),
+        notes=notes,
+    )
+    title = f"{PACKAGED}, float32, {args.tasks} tasks x {args.group} episodes x {args.tokens} response tokens"
+    print(f"{title}; {args.threads} threads, {here.machine}, {here.date}")
+    print(printed(result))
+    if args.json:
+        result.write(args.json)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -26,6 +26,7 @@ from drmas.config.schema import PolicyConfig
 from drmas.core.stack import PACKAGES, choose_stack
 from drmas.errors import ConfigError
 from drmas.telemetry.environment import installed, version_of
+from drmas.telemetry.host_memory import available_memory
 
 MEGATRON = "0.16.1"
 """The version whose internals `drmas.policy` was written against."""
@@ -227,14 +228,6 @@ def _machine(has_gpu: bool) -> Iterator[Check]:
         yield Check(
             "libnuma", numa or "not found", "ok" if numa else "warning", "" if numa else "vLLM's CPU build links it: libnuma1"
         )
-
-
-def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that new processes can take, where the kernel tells."""
-    if not meminfo.is_file():
-        return None
-    lines = (line.split() for line in meminfo.read_text().splitlines())
-    return next((int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"), None)
 
 
 def clashes() -> Iterator[Check]:

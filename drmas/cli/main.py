@@ -43,9 +43,18 @@ def train(
     ranks: Annotated[
         int | None, typer.Option("--ranks", min=1, help="With --dry-run: of a job of so many trainer ranks (train.ranks).")
     ] = None,
+    gpus_per_host: Annotated[
+        int | None, typer.Option("--gpus-per-host", min=1, help="With --dry-run: of hosts with so many GPUs.")
+    ] = None,
+    gpu_memory_gib: Annotated[
+        float | None, typer.Option("--gpu-memory-gib", min=1, help="With --dry-run: of GPUs with so much memory, such as 79.6.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete the run that is in the folder, and start anew.")
+    ] = False,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="Go on from the newest checkpoint if the folder holds a run, else start.")
     ] = False,
     profile: Annotated[
         str | None, typer.Option("--profile", help="Trace steps, such as steps=3-5: profile/trace.json opens in Perfetto.")
@@ -62,6 +71,8 @@ def train(
     name, overrides = _words(ctx, recipe, "RECIPE")
     if ranks is not None and not dry_run:
         raise ConfigError(f"--ranks {ranks} is of --dry-run; a start has as many as launchers/torchrun/single_node.sh starts")
+    if (gpus_per_host, gpu_memory_gib) != (None, None) and not dry_run:
+        raise ConfigError("--gpus-per-host and --gpu-memory-gib are of --dry-run; a start looks at the machine that it is on")
     overrides += ["--telemetry.profile", profile] if profile else []
     overrides += ["--train.ranks", str(ranks)] if ranks else []
     config = load(name, overrides)
@@ -73,7 +84,8 @@ def train(
 
     from drmas.runtime.run import train as run
 
-    run(config, resume=resume, overwrite=overwrite, dry_run=dry_run)
+    hosts = {"gpus_per_host": gpus_per_host, "gpu_memory_gib": gpu_memory_gib}
+    run(config, resume=resume, overwrite=overwrite, auto_resume=auto_resume, dry_run=dry_run, **hosts)
 
 
 @app.command("eval", context_settings=OVERRIDES)
@@ -263,6 +275,45 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object
     raise typer.Exit(0 if diagnosis.ready else 1)
 
 
+@app.command(context_settings=OVERRIDES)
+def plan(
+    ctx: typer.Context,
+    recipe: Recipe = None,
+    cluster: Annotated[
+        str, typer.Option("--cluster", metavar="NAME|FILE", help="A packaged description, or a .toml file.")
+    ] = "h100-8",
+    gpus: Annotated[int | None, typer.Option("--gpus", help="So many of its devices instead; whole nodes beyond one.")] = None,
+    price: Annotated[float | None, typer.Option("--price", help="Per device and hour.")] = None,
+    calls: Annotated[str, typer.Option("--calls", metavar="N|AGENT=N,...", help="Calls per episode.")] = "",
+    prompt: Annotated[str, typer.Option("--prompt", metavar="N|AGENT=N,...", help="Tokens of a call's prompt.")] = "",
+    response: Annotated[str, typer.Option("--response", metavar="N|AGENT=N,...", help="Mean tokens of a response.")] = "",
+    spread: Annotated[float | None, typer.Option("--spread", help="Deviation of the logarithm of response lengths.")] = None,
+    workload: Annotated[
+        Path | None, typer.Option("--workload", metavar="FILE|RUN", help="All of these: a [workload] table, or a run's folder.")
+    ] = None,
+    growth: Annotated[
+        int | None, typer.Option("--growth", metavar="N", help="Not a plan: what a step takes on 1, 2, 4, ... N GPUs.")
+    ] = None,
+    published: Annotated[bool, typer.Option("--published", help="Predict what others measured, and show the errors.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the packaged cluster descriptions.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", help="Also write plan.json and plan.html there.")] = None,
+) -> None:
+    """What a run needs and takes on a cluster: memory, seconds, cost, better layouts. Nothing is fetched, nothing starts."""
+    from drmas.cli import plan as command
+
+    if list_:
+        print(command.render_clusters(), end="")
+        return
+    if published:
+        print(command.run_published(as_json=as_json), end="")
+        return
+    name, overrides = _words(ctx, recipe, "RECIPE")
+    lengths = {"calls": calls, "prompt": prompt, "response": response, "spread": spread, "work": workload}
+    where = {"cluster": cluster, "gpus": gpus, "price": price}
+    print(command.run_plan(name, overrides, **where, **lengths, growth=growth, output=output, as_json=as_json), end="")
+
+
 @app.command("serve-retriever")
 def serve_retriever(
     corpus: Annotated[str, typer.Option("--corpus", help="facts, or a JSONL file of passages with contents.")] = "facts",
@@ -321,6 +372,47 @@ def serve_engines(
     from drmas.cli.serve_engines import serve_engines as serve
 
     serve(host=host, port=port, gpus=gpus, logs=logs, token_env=token_env)
+
+
+@app.command(context_settings=OVERRIDES)
+def launch(
+    ctx: typer.Context,
+    target: Annotated[
+        Literal["local", "torchrun", "slurm", "kubernetes"],
+        typer.Argument(metavar="TARGET", help="With what to start the job."),
+    ],
+    recipe: Recipe = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Hosts with trainer ranks.")] = 1,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option("--ranks-per-node", min=1, help="Trainer ranks on each; train.ranks, or one per GPU, if unset."),
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option("--gpus-per-node", min=0, help="As the launcher's file has it, or this machine, if unset.")
+    ] = None,
+    engine_nodes: Annotated[
+        int, typer.Option("--engine-nodes", min=0, help="slurm, kubernetes: further hosts, for engines alone.")
+    ] = 0,
+    rendezvous: Annotated[
+        str | None, typer.Option("--rendezvous", metavar="HOST:PORT", help="torchrun: where the nodes meet, one of them.")
+    ] = None,
+    node_rank: Annotated[int | None, typer.Option("--node-rank", min=0, help="torchrun: which node this is.")] = None,
+    image: Annotated[str | None, typer.Option("--image", help="kubernetes: another image than the manifest's.")] = None,
+    namespace: Annotated[str | None, typer.Option("--namespace", help="kubernetes: another one than kubectl's own.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="local, torchrun: as drmas train has it.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="local, torchrun: as drmas train has it.")] = False,
+    auto_resume: Annotated[bool, typer.Option("--auto-resume", help="local, torchrun: as drmas train has it.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run on which host, and start nothing.")] = False,
+) -> None:
+    """Check a job, and start it with the files of launchers/. Any key of the configuration is an option."""
+    name, overrides = _words(ctx, recipe, "RECIPE")
+
+    from drmas.cli.launch import launch as start
+    from drmas.cli.launch_plans import Options
+
+    given = {"--resume": resume, "--overwrite": overwrite, "--auto-resume": auto_resume}
+    options = Options(nodes, ranks_per_node, gpus_per_node, engine_nodes, rendezvous, node_rank, image, namespace)
+    raise typer.Exit(start(target, name, overrides, [flag for flag in given if given[flag]], options, dry_run=dry_run))
 
 
 def _words(ctx: typer.Context, first: str | None, what: str) -> tuple[str, list[str]]:

@@ -60,7 +60,7 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _one_small_model(self) -> EngineConfig:
         if self.backend == "torch":
-            for key, plain in (("replicas", 1), ("tensor_parallel", 1), ("options", {}), ("gpus", "own"), ("sleep", False)):
+            for key, plain in (("replicas", 1), ("tensor_parallel", 1), ("options", {}), ("sleep", False)):
                 if getattr(self, key) != plain:
                     raise ValueError(f"backend is torch, which serves one small model as it is; {key} is for vllm: unset it")
             if self.hosts:
@@ -483,6 +483,8 @@ class TelemetryConfig(Section):
     unset."""
     metrics_host: str = "127.0.0.1"
     """The address to serve them on. Nobody is asked for a password."""
+    stall_seconds: PositiveFloat = 1800.0
+    """`/health` says 503 where no step has ended for so long, or for five times the longest step so far if that is more."""
 
 
 class RunConfig(Section):

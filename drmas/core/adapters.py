@@ -18,8 +18,8 @@ PROJECTIONS: dict[str, tuple[str, ...]] = {
 """The Hugging Face layers behind each of `policies.NAME.lora.targets`; where there are several, the trainer fuses them."""
 
 
-BACKEND = "drmas-gloo-adapters"
-"""The weight transport into an engine that takes adapters and no whole weights."""
+BACKEND = "drmas-adapters"
+"""What vLLM calls the workers' side of the weight sync in an engine that takes adapters and no whole weights."""
 ADAPTER_ID = 1
 """vLLM's number of the one set of adapters that such an engine holds."""
 

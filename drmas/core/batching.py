@@ -6,11 +6,11 @@ make two ranks disagree.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from heapq import heappush, heapreplace
-from itertools import accumulate, pairwise
-from operator import add, sub
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,8 +18,8 @@ import numpy as np
 from drmas.core.prefixes import PrefixOrder
 from drmas.types import Row
 
-_Stretch = tuple[int, int]
-"""[start, end) of rows in order."""
+_Stretches = np.ndarray
+"""[n, 2] int64: [start, end) of rows in order, ascending."""
 
 _PARTS_OF_A_RANK = (1, 2, 4, 8, 16, 32, 64)
 _PARTS_OF_A_BUDGET = (1, 2, 4, 8)
@@ -55,33 +55,35 @@ def plan_microbatches(
             raise ValueError(f"row {i} has {sizes}; expected at least one of each")
     if not rows:
         return [[] for _ in range(num_ranks)]
+    prompts, replies = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
     if share_prefixes:
-        order = PrefixOrder.of(row.prompt_ids + row.response_ids[:-1] for row in rows)
+        order = PrefixOrder.of_turns(prompts, replies)
     else:
-        order = PrefixOrder.apart([row.num_tokens - 1 for row in rows])
-    responses = np.array([len(row.response_ids) for row in rows], dtype=np.int64)
+        order = PrefixOrder.apart([len(prompt) + len(reply) - 1 for prompt, reply in zip(prompts, replies, strict=True)])
+    responses = np.fromiter(map(len, replies), np.int64)
     sizes = _Sizes.costs(order, responses, cost)
     fitting = _cut(_unrelated(order), order, _Sizes.tokens(order), budget)
-    total = sum(map(sizes.of, fitting))
+    total = sum(sizes.of(fitting))
     best, fastest, tried = [], None, None
     for parts in _PARTS_OF_A_RANK if num_ranks > 1 else _PARTS_OF_A_RANK[:1]:
         units = _cut(fitting, order, sizes, total // (parts * num_ranks))
-        if units == tried:
+        if np.array_equal(units, tried):
             continue
         tried = units
-        shares = [order.take(_places(stretches)) for stretches in _spread(units, sizes, num_ranks)]
-        ranks = [_within(budget, microbatches) for microbatches in _fill(shares, budget)]
-        slowest = max(sum(_cost(microbatch, responses, cost) for microbatch in rank) for rank in ranks)
+        shares = [order.take(_places(units[chosen])) for chosen in _spread(sizes.of(units), num_ranks)]
+        ranks = [_within(budget, share, places) for share, places in zip(shares, _fill(shares, budget), strict=True)]
+        slowest = max(_cost(order, responses, cost) for order, _ in ranks)
         if fastest is None or slowest < fastest:
             best, fastest = ranks, slowest
         if slowest * num_ranks * 100 <= total * 101:  # within 1 %: finer units can't gain more
             break
-    most = max(map(len, best))
-    return [[sorted(microbatch.rows.tolist()) for microbatch in rank] + [[] for _ in range(most - len(rank))] for rank in best]
+    plan = [[sorted(rows.tolist()) for rows in np.split(order.rows, np.cumsum(counts[:-1]))] for order, counts in best]
+    most = max(map(len, plan))
+    return [rank + [[] for _ in range(most - len(rank))] for rank in plan]
 
 
 def _cost(order: PrefixOrder, responses: np.ndarray, cost: TokenCost) -> int:
-    """FLOPs of a microbatch. A Python integer: a large batch's passes 2^63."""
+    """FLOPs of the microbatches that are the blocks of `order`. A Python integer: a large batch's passes 2^63."""
     pairs = (order.lengths * (order.lengths + 1) - order.shared * (order.shared + 1)) // 2
     return order.computed * cost.token + int(pairs.sum()) * cost.pair + int(responses[order.rows].sum()) * cost.response
 
@@ -89,117 +91,129 @@ def _cost(order: PrefixOrder, responses: np.ndarray, cost: TokenCost) -> int:
 class _Sizes:
     """Of rows in order: what a stretch of them costs if the first computes all of its tokens, the others what isn't shared."""
 
-    def __init__(self, whole: list[int], rest: list[int]) -> None:
-        self._whole = whole
-        self._until = list(accumulate(rest, initial=0))
+    def __init__(self, whole: np.ndarray, rest: np.ndarray) -> None:
+        self.whole = whole
+        self.until = np.concatenate(([0], np.cumsum(rest)))
 
     @classmethod
     def tokens(cls, order: PrefixOrder) -> _Sizes:
-        return cls(order.lengths.tolist(), (order.lengths - order.shared).tolist())
+        return cls(order.lengths, order.lengths - order.shared)
 
     @classmethod
     def costs(cls, order: PrefixOrder, responses: np.ndarray, cost: TokenCost) -> _Sizes:
-        """As `_cost`."""
+        """As `_cost`, in Python integers."""
 
-        def costs_of(tokens: np.ndarray) -> Iterable[int]:
-            pairs = tokens * (tokens + 1) // 2
-            return (n * cost.token + m * cost.pair for n, m in zip(tokens.tolist(), pairs.tolist(), strict=True))
+        def costs_of(tokens: np.ndarray) -> np.ndarray:
+            return tokens.astype(object) * cost.token + (tokens * (tokens + 1) // 2).astype(object) * cost.pair
 
-        heads = (n * cost.response for n in responses[order.rows].tolist())
-        whole = list(map(add, costs_of(order.lengths), heads))
-        return cls(whole, list(map(sub, whole, costs_of(order.shared))))
+        whole = costs_of(order.lengths) + responses[order.rows].astype(object) * cost.response
+        return cls(whole, whole - costs_of(order.shared))
 
-    def of(self, stretch: _Stretch) -> int:
-        start, end = stretch
-        return self._whole[start] + self._until[end] - self._until[start + 1]
+    def of(self, stretches: _Stretches) -> list[int]:
+        starts, ends = stretches.T
+        return (self.whole[starts] + self.until[ends] - self.until[starts + 1]).tolist()
 
 
-def _cut(stretches: Iterable[_Stretch], order: PrefixOrder, sizes: _Sizes, limit: int) -> list[_Stretch]:
+def _cut(stretches: _Stretches, order: PrefixOrder, sizes: _Sizes, limit: int) -> _Stretches:
     """Cut every stretch that is larger than `limit` and has more than one row where its shared start is the shortest.
 
     Between those places, as many neighbours as fit stay together; what is too large by itself is cut again.
     """
-    left = list(stretches)[::-1]
-    units = []
+    large = np.array([size > limit for size in sizes.of(stretches)], dtype=bool) & (np.diff(stretches)[:, 0] > 1)
+    if not large.any():
+        return stretches
+    shared, whole, until = order.shared.tolist(), sizes.whole.tolist(), sizes.until.tolist()
+    left, pieces = stretches[large].tolist(), stretches[~large].tolist()
     while left:
         start, end = left.pop()
-        if end - start == 1 or sizes.of((start, end)) <= limit:
-            units.append((start, end))
-            continue
-        inner = order.shared[start + 1 : end]
-        pieces = []
-        for place, following in pairwise([*(np.flatnonzero(inner == inner.min()) + start + 1).tolist(), end]):
-            if sizes.of((start, following)) > limit:
-                pieces.append((start, place))
-                start = place
-        left += [(start, end), *reversed(pieces)]
-    return units
+        least = min(shared[start + 1 : end])
+        cuts, places = [start], [place for place in range(start + 1, end) if shared[place] == least]
+        for place, following in pairwise([*places, end]):
+            if whole[cuts[-1]] + until[following] - until[cuts[-1] + 1] > limit:
+                cuts.append(place)
+        for first, last in pairwise([*cuts, end]):
+            fits = last - first == 1 or whole[first] + until[last] - until[first + 1] <= limit
+            (pieces if fits else left).append([first, last])
+    return np.array(sorted(pieces), dtype=np.int64)
 
 
-def _unrelated(order: PrefixOrder) -> list[_Stretch]:
+def _unrelated(order: PrefixOrder) -> _Stretches:
     """The stretches that share nothing with each other: cutting there costs nothing."""
-    starts = np.flatnonzero(order.shared == 0).tolist()
-    return list(pairwise([*starts, len(order.rows)]))
+    starts = np.flatnonzero(order.shared == 0)
+    return np.stack((starts, np.append(starts[1:], len(order.rows))[: len(starts)]), axis=1)
 
 
-def _spread(units: Sequence[_Stretch], sizes: _Sizes, bins: int, room: int | None = None) -> list[list[_Stretch]]:
-    """Units into bins, the largest first, each to the emptiest bin. If that hasn't `room` for it, none has: a bin is added."""
-    filled: list[list[_Stretch]] = [[] for _ in range(bins)]
+def _spread(sizes: Sequence[int], bins: int, room: int | None = None) -> list[list[int]]:
+    """Units of these sizes into bins, the largest first, each to the emptiest. If that hasn't `room` for it, none has: a bin is
+    added."""
+    filled: list[list[int]] = [[] for _ in range(bins)]
     loads = [(0, number) for number in range(bins)]
-    for size, unit in sorted(((sizes.of(unit), unit) for unit in units), key=lambda item: -item[0]):
+    for unit in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
         load, number = loads[0]
-        if room is not None and load and load + size > room:
-            heappush(loads, (size, len(filled)))
+        if room is not None and load and load + sizes[unit] > room:
+            heappush(loads, (sizes[unit], len(filled)))
             filled.append([unit])
         else:
-            heapreplace(loads, (load + size, number))
+            heapreplace(loads, (load + sizes[unit], number))
             filled[number].append(unit)
     return filled
 
 
-def _fill(shares: Sequence[PrefixOrder], budget: int) -> list[list[PrefixOrder]]:
-    """The microbatches of each rank, as many on every rank.
+def _fill(shares: Sequence[PrefixOrder], budget: int) -> list[list[np.ndarray]]:
+    """The microbatches of each rank as places in its share, as many on every rank.
 
     Smaller units fill microbatches better and share less; of several sizes the one is taken that computes the fewest tokens on
     its busiest rank, where a microbatch counts for an eighth of the budget even if it is empty.
     """
     sizes = list(map(_Sizes.tokens, shares))
-    best, lowest, tried = [], None, None
+    best, lowest, tried = [], math.inf, []
     for parts in _PARTS_OF_A_BUDGET:
         units = [_cut(_unrelated(share), share, size, budget // parts) for share, size in zip(shares, sizes, strict=True)]
-        if units == tried:
+        if tried and all(map(np.array_equal, units, tried)):
             continue
         tried = units
-        tokens = [list(map(size.of, stretches)) for stretches, size in zip(units, sizes, strict=True)]
+        tokens = [size.of(stretches) for stretches, size in zip(units, sizes, strict=True)]
         busiest = max(map(sum, tokens))
-        most, needed = 0, max(-(-sum(min(each, budget) for each in rank) // budget) for rank in tokens)
-        while needed > most:
-            most = needed
-            filled = [_spread(stretches, size, most, budget) for stretches, size in zip(units, sizes, strict=True)]
-            needed = max(map(len, filled))
-        price = 8 * busiest + most * budget
-        if lowest is None or price < lowest:
-            best, lowest = filled, price
-    return [[share.take(_places(unit)) for unit in rank] for share, rank in zip(shares, best, strict=True)]
+        needed = max(-(-sum(min(each, budget) for each in rank) // budget) for rank in tokens)
+        while 8 * busiest + needed * budget < lowest:  # with fewer microbatches the rows don't fit
+            filled = [_spread(rank, needed, budget) for rank in tokens]
+            most = max(map(len, filled))
+            if most == needed:
+                best, lowest = list(zip(units, filled, strict=True)), 8 * busiest + needed * budget
+            needed = most
+    return [[_places(stretches[unit]) for unit in rank] for stretches, rank in best]
 
 
-def _places(stretches: Iterable[_Stretch]) -> list[int]:
-    return [place for start, end in sorted(stretches) for place in range(start, end)]
+def _places(stretches: _Stretches) -> np.ndarray:
+    """The rows of all of them, ascending."""
+    lengths = np.diff(stretches)[:, 0]
+    before = np.cumsum(lengths) - lengths
+    return np.sort(np.repeat(stretches[:, 0] - before, lengths) + np.arange(lengths.sum()))
 
 
-def _within(budget: int, microbatches: Iterable[PrefixOrder]) -> list[PrefixOrder]:
-    """`microbatches`, and further ones for rows that don't fit after all.
+def _within(budget: int, share: PrefixOrder, microbatches: Sequence[np.ndarray]) -> tuple[PrefixOrder, list[int]]:
+    """The rows of `microbatches` as blocks and how many each has, and further ones for rows that don't fit after all.
 
     Nearly always none: units were measured by what is split off among all rows, and a few rows alone may split a little less.
     """
-    fitting, late = [], []
-    for microbatch in microbatches:
-        fits = len(microbatch.rows)
-        while fits > 1 and microbatch.take(range(fits)).computed > budget:
+    fitting, late = list(microbatches), []
+    order, counts = _joined(share, fitting)
+    computed = np.append(0, np.cumsum(order.lengths - order.shared))
+    ends = np.cumsum(counts)
+    for number in np.flatnonzero(computed[ends] - computed[ends - counts] > budget):
+        places = microbatches[number]
+        fits = len(places)
+        while fits > 1 and share.take(places[:fits]).computed > budget:
             fits -= 1
-        fitting.append(microbatch.take(range(fits)))
-        late += [microbatch.take([place]) for place in range(fits, len(microbatch.rows))]
-    return fitting + late
+        fitting[number] = places[:fits]
+        late += [places[[place]] for place in range(fits, len(places))]
+    return _joined(share, fitting + late) if late else (order, counts)
+
+
+def _joined(share: PrefixOrder, microbatches: Sequence[np.ndarray]) -> tuple[PrefixOrder, list[int]]:
+    counts = [len(places) for places in microbatches]
+    starts = (np.cumsum(counts) - counts)[np.array(counts) > 0]
+    return share.take(np.concatenate(microbatches), starts), counts
 
 
 def token_weights(

@@ -6,8 +6,11 @@ Rows and their weights are decided above (drmas.core); here they are only checke
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from drmas.errors import DataError
 from drmas.policy.gaps import Gap
@@ -111,9 +114,19 @@ def _check_row(row: Row, i: int, policy: str, vocab: int) -> None:
     if not row.prompt_ids or not row.response_ids:
         sizes = f"{len(row.prompt_ids)} prompt and {len(row.response_ids)} response tokens"
         raise DataError(f"{_where(row, i)}: {sizes}; expected at least one of each")
-    low, high = min(*row.prompt_ids, *row.response_ids), max(*row.prompt_ids, *row.response_ids)
-    if low < 0 or high >= vocab:
-        raise DataError(f"{_where(row, i)}: token id {low if low < 0 else high}; expected 0 to {vocab - 1}")
+    for ids in (row.prompt_ids, row.response_ids):
+        low, high = _extremes(ids)
+        if low < 0 or high >= vocab:
+            raise DataError(f"{_where(row, i)}: token id {low if low < 0 else high}; expected 0 to {vocab - 1}")
+
+
+def _extremes(ids: list[int]) -> tuple[int, int]:
+    """The least and the largest. By an array, since a step's ids may be many millions and every rank looks at all of them."""
+    try:
+        values = np.frombuffer(array("I", ids), dtype=np.uint32)
+    except OverflowError:  # an id below 0, say
+        return min(ids), max(ids)
+    return int(values.min()), int(values.max())
 
 
 def _check_versions(row: Row, i: int, version: int) -> None:
@@ -122,7 +135,7 @@ def _check_versions(row: Row, i: int, version: int) -> None:
             f"{_where(row, i)}: {len(row.versions or ())} versions for {len(row.response_ids)} response tokens; a token of "
             f"unknown version isn't trained on (I2)"
         )
-    for found in row.versions:
+    for found in set(row.versions):
         if not isinstance(found, int) or not 0 <= found <= version:
             raise DataError(f"{_where(row, i)}: token of version {found!r}; expected 0 to {version}, the policy's own (I2)")
 

@@ -14,22 +14,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import safe_open
 
+from drmas.core.resharding import Arrangement
 from drmas.errors import ConfigError, ModelError
 from drmas.policy.architecture import Architecture
 from drmas.policy.groups import PolicyGroups
 from drmas.policy.model import PolicyModel
 
 EMBEDDING = "model.embed_tokens.weight"
-Arrangement = Literal["copy", "rows", "columns", "qkv", "gate_up"]
-"""copy: the same on every rank; rows, columns: cut evenly along that dimension; qkv: query, key and value interleaved by
-key-value head, then cut by rows; gate_up: each of the two cut by rows, then joined per rank."""
 
 _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",

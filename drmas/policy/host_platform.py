@@ -61,10 +61,11 @@ def upload(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
 
 
 def trim() -> None:
-    """Give freed memory back to the system, where the C library keeps it (glibc). Building a model on a host leaves a copy of
-    its weights free, half of them in pieces too small to be returned by themselves."""
-    trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if is_host() and trim_heap is not None:
+    """Give freed memory back to the system: what torch caches of a GPU, or what the C library keeps of a host's (glibc), on
+    which building a model leaves a copy of its weights free, half of them in pieces too small to be returned by themselves."""
+    if not is_host():
+        torch.cuda.empty_cache()
+    elif (trim_heap := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim_heap(0)
 
 

@@ -1,7 +1,8 @@
 """The engine protocol: token ids in, token ids with log-probs and versions out.
 
-Called by the collector (generate) and by the controller (start, pause, sync, resume, close). `vllm_engine` talks to a vLLM
-process, `torch_engine` runs a small model in this one, `scripted` answers by rule; all are held to this page by the same tests.
+Called by the collector (generate) and by the controller (start, pause, sync, resume, sleep, close). `vllm_engine` talks to a
+vLLM process, `torch_engine` runs a small model in this one, `scripted` answers by rule; all are held to this page by the same
+tests.
 """
 
 from __future__ import annotations
@@ -74,6 +75,17 @@ class Engine(Protocol):
         """Stop stepping, forget cached prefixes; requests in flight stay and continue after `resume`."""
 
     def resume(self) -> None: ...
+
+    def sleep(self) -> None:
+        """Give the device's memory back: weights go to host memory, caches are dropped. Harmless when repeated.
+
+        Until it is awake it refuses requests and weight updates (EngineError). Those in flight stay, as in a pause, which it is
+        independent of. An engine that dies asleep is started again awake.
+        """
+
+    def wake(self, *, cache: bool = True) -> None:
+        """Take the memory back that `sleep` gave: all of it, or without `cache` that of the weights, of which an update changes
+        what it brings. Nothing where it is awake. It serves requests again once it has all."""
 
     @property
     def sync_client(self) -> Any:

@@ -47,6 +47,9 @@ class FanOut:
             )
         )
 
+    def stage_weights(self, update_info: dict[str, Any]) -> None:
+        self._each(*(partial(client.stage_weights, update_info) for client in self.clients))
+
     def start_weight_update(self) -> None:
         self._each(*(client.start_weight_update for client in self.clients))
 

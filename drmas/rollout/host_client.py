@@ -45,7 +45,10 @@ class RemoteHost:
         return RemoteProcess(self, answer["engine"], answer["log"]), connection
 
     def describe(self) -> Message:
-        """`host` (its name), `device` ("cpu", "cuda"), `gpus` and `free` (indices). EngineStartError: it can't be reached."""
+        """`host` (its name), `device` ("cpu", "cuda"), `gpus` and `free` (indices), `facts` (versions and settings).
+
+        EngineStartError: it can't be reached.
+        """
         return self.question({"do": "describe"}, self._patience)
 
     def question(self, message: Message, patience: float = QUESTION_SECONDS) -> Message:

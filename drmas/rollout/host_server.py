@@ -24,6 +24,7 @@ from drmas.rollout import host_wire
 from drmas.rollout.engine_process import EXIT_GRACE_SECONDS, LocalProcess
 from drmas.rollout.host_wire import HandshakeError, Message
 from drmas.rollout.vllm_launch import check_model_folder, engine_device, engine_environment, spawn
+from drmas.telemetry.environment import shared_settings, software
 
 HANDSHAKE_SECONDS = 10.0
 LEAST_SECRET = 16
@@ -116,7 +117,9 @@ class EngineHost:
         """The answer; None where `launch` has sent it and the connection is the engine's."""
         match message["do"]:
             case "describe":
-                return {"host": socket.gethostname(), "device": self.device, "gpus": list(self.gpus), "free": self._free()}
+                gpus = {"gpus": list(self.gpus), "free": self._free()}
+                facts = software() | shared_settings()
+                return {"host": socket.gethostname(), "device": self.device, "facts": facts, **gpus}
             case "launch":
                 return self._launch(message, connection)
             case "kill":

@@ -20,6 +20,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from drmas.errors import EngineDied
 from drmas.rollout.engine import Completion, Engine, Sampling
@@ -127,6 +128,15 @@ class EnginePool:
 
     def resume(self) -> None:
         run_all([engine.resume for engine in self.engines])
+
+    def sleep(self) -> None:
+        """See `Engine.sleep`; routes are forgotten with the prefixes. EngineDied: a replica is gone, the others sleep."""
+        self._routes = _Routes(len(self.engines))
+        run_all([engine.sleep for engine in self.engines])
+
+    def wake(self, *, cache: bool = True) -> None:
+        """See `Engine.wake`. EngineDied: a replica is gone, the others are awake."""
+        run_all([partial(engine.wake, cache=cache) for engine in self.engines])
 
     @property
     def sync_client(self) -> FanOut:

@@ -75,22 +75,26 @@ class ScriptedEngine:
         self._rule = answer if callable(answer) else _in_turn(answer)
         self._deterministic = deterministic
         self._seconds, self._max_concurrent = seconds, max_concurrent
-        self._due: list[_Request] = []  # their time came during a pause
+        self._due: list[_Request] = []  # their time came during a pause, or while it slept
         self._submitted: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
         self._alive = True
         self._paused = False
+        self.asleep: frozenset[str] = frozenset()
+        """What it pretends to have given back: "weights" and "cache"."""
         self._advancing = False
         self._changed: asyncio.Event | None = None
         self._stats = {"peak_memory_bytes": 0.0, "prompt_tokens": 0.0, "generated_tokens": 0.0}
 
     def start(self) -> None:
         """Alive again after a death, as a fresh engine: version 0, nothing in flight."""
-        self._alive, self._paused, self.version, self._due = True, False, 0, []
+        self._alive, self._paused, self.asleep, self.version, self._due = True, False, frozenset(), 0, []
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int, key: str) -> Completion:
         """See `Engine.generate`; `seed` has nothing to decide here."""
         self._check_alive()
+        if self.asleep:
+            raise EngineError(f"{key}: the scripted engine is asleep; wake it first")
         self._check(prompt_ids, sampling, key)
         request = _Request(key, list(prompt_ids), sampling, asyncio.get_running_loop().create_future())
         self._submitted[key] = request
@@ -110,7 +114,7 @@ class ScriptedEngine:
     async def advance(self) -> list[str]:
         """See `Engine.advance`. Waits where all admitted requests are of the kind that never answers."""
         self._check_alive()
-        if not self._deterministic or self._paused:
+        if not self._deterministic or self._still:
             return []
         self._advancing = True
         try:
@@ -137,7 +141,24 @@ class ScriptedEngine:
     def resume(self) -> None:
         self._check_alive()
         self._paused = False
-        if not self._deterministic:
+        self._go_on()
+
+    def sleep(self) -> None:
+        self._check_alive()
+        self.asleep = frozenset({"weights", "cache"})
+
+    def wake(self, *, cache: bool = True) -> None:
+        self._check_alive()
+        self.asleep -= {"weights", "cache"} if cache else {"weights"}
+        self._go_on()
+
+    @property
+    def _still(self) -> bool:
+        return self._paused or bool(self.asleep)
+
+    def _go_on(self) -> None:
+        """Free-running: answer what came due meanwhile, and serve what waits, if nothing stands against it."""
+        if not self._deterministic and not self._still:
             due, self._due = self._due, []
             for request in due:
                 request.future.get_loop().call_soon_threadsafe(self._end, request)
@@ -220,7 +241,7 @@ class ScriptedEngine:
 
     def _serve(self) -> None:
         """Free-running: admit what there is room for, first come, first served. Each answer comes when its time is over."""
-        if self._paused or not self._alive:
+        if self._still or not self._alive:
             return
         room = len(self._submitted) if self._max_concurrent is None else self._max_concurrent - len(self._running)
         admitted = sorted(islice(self._submitted, max(room, 0)))
@@ -237,7 +258,7 @@ class ScriptedEngine:
 
     def _end(self, request: _Request) -> None:
         """The time of a free-running response is over; one that the rule doesn't answer goes on waiting."""
-        if self._paused:
+        if self._still:
             self._due.append(request)
         elif request.completion is not None and self._running.get(request.key) is request:
             del self._running[request.key]
@@ -289,6 +310,8 @@ class ScriptedSync:
         self.calls.append("update_weights")
 
     def finish_weight_update(self, weight_version: int | str) -> None:
+        if "weights" in self._engine.asleep:
+            raise EngineError("the scripted engine is asleep; wake its weights before an update")
         self.calls.append("finish_weight_update")
         self._engine.version = int(weight_version)
 

@@ -130,6 +130,12 @@ class TorchEngine:
             loop = request.future.get_loop()
             loop.call_soon_threadsafe(self._wake, loop)
 
+    def sleep(self) -> None:
+        """Nothing: the model is small, the memory is the trainer's, and there is no cache between two batches."""
+
+    def wake(self, *, cache: bool = True) -> None:
+        """Nothing: see `sleep`."""
+
     @property
     def alive(self) -> bool:
         return self._model is not None
@@ -278,6 +284,9 @@ class TorchSync:
 
     def finish_weight_update(self, weight_version: str) -> None:
         self._engine.version = int(weight_version)
+
+    def get_weight_version(self) -> str:
+        return str(self._engine.version)
 
     def abort_weight_update(self) -> bool:
         """True: an update that fails has changed nothing."""

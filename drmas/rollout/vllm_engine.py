@@ -61,7 +61,7 @@ class VllmEngine:
         self._log = Path(log_dir) / f"engine-{self._name}.log"
         self._seed, self._deterministic, self._initial_version = seed, deterministic, initial_version
         self._lora, self._host, self._gpus = lora, host, gpus
-        self._advancing = False
+        self._advancing = self._asleep = False
         self._connection: Connection | None = None
         self._sync_client: VllmSyncClient | None = None
         self._prompt_tokens = self._generated_tokens = self._cached_tokens = 0
@@ -94,7 +94,7 @@ class VllmEngine:
                 f"engine {self._name} was not ready after {self._config.start_timeout_seconds:g} s "
                 f"(policies.{self._policy}.engine.start_timeout_seconds)\n{self._connection.process.log_tail()}"
             ) from None
-        self.version = self._initial_version
+        self.version, self._asleep = self._initial_version, False
         self._sync_client = VllmSyncClient(self, self._connection, description, self._config.request_timeout_seconds)
 
     def _launch(self, device: str) -> tuple[EngineProcess, socket.socket]:
@@ -166,6 +166,16 @@ class VllmEngine:
     def resume(self) -> None:
         self._control("resume")
 
+    def sleep(self) -> None:
+        """See the protocol. A GPU's weights take as many bytes of pinned host memory meanwhile; on a CPU nothing is given back.
+        EngineDied where there is no process."""
+        self._asleep = True
+        self._control("sleep")
+
+    def wake(self, *, cache: bool = True) -> None:
+        self._control("wake", cache)
+        self._asleep = self._asleep and not cache
+
     @property
     def sync_client(self) -> VllmSyncClient:
         """The control channel of the running process; a new object after every start. EngineDied where there is no process."""
@@ -210,6 +220,7 @@ class VllmEngine:
             "tensor_parallel_size": config.tensor_parallel,
             "seed": self._seed,
             **memory,
+            **({"enable_sleep_mode": True} if config.sleep and device == "cuda" else {}),
             **engine_arguments(device),
             **({} if self._lora is None else adapter_arguments(self._lora.rank)),
         }
@@ -219,11 +230,15 @@ class VllmEngine:
             raise EngineDied(f"engine {self._name} is not running; start it first")
         return self._connection, self._sync_client
 
-    def _control(self, do: str) -> None:
-        self._running()[0].call(do, timeout=self._config.request_timeout_seconds)
+    def _control(self, do: str, *arguments: Any) -> None:
+        self._running()[0].call(do, *arguments, timeout=self._config.request_timeout_seconds)
 
     def _check(self, client: VllmSyncClient, prompt: list[int], sampling: Sampling) -> None:
         limit, vocabulary = self.max_model_tokens, client.vocab_size
+        if self._asleep:
+            raise EngineError(
+                f"engine {self._name} is asleep, as during updates (policies.{self._policy}.engine.sleep); wake it first"
+            )
         if client.mixed:
             raise EngineError(f"engine {self._name} holds half-loaded weights after a failed sync; push them again first")
         if not 0 < len(prompt) < limit:
@@ -267,6 +282,10 @@ class VllmSyncClient:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("init_weight_transfer_engine", init_info)
+
+    def stage_weights(self, update_info: dict[str, Any]) -> None:
+        """Let the workers take an update beside the engine's work; returns at once."""
+        self._call("stage_weights", update_info)
 
     def start_weight_update(self) -> None:
         self._call("start_weight_update")

@@ -19,7 +19,8 @@ from drmas.errors import EngineStartError
 from drmas.rollout.engine_process import LocalProcess
 
 WORKER_EXTENSION = "drmas.weights.worker.WorkerExtension"
-GLOO_BACKEND = "drmas-gloo"
+WEIGHT_BACKEND = "drmas"
+"""What vLLM calls the workers' side of the weight sync, by `drmas.weights.plugin`."""
 PLUGIN = "drmas_weights"
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -54,6 +55,7 @@ def engine_environment(device: str, threads: int | None, gpus: Sequence[int] | N
     if device == "cpu":
         kept |= {
             "TORCHDYNAMO_DISABLE": "1",  # else the first log-probs compile a helper, with a C++ compiler that may not be there
+            "THP_MEM_ALLOC_ENABLE": "1",  # huge pages for large tensors: every update takes a model's worth of fresh memory
             "OMP_NUM_THREADS": str(threads or len(os.sched_getaffinity(0))),
             "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait take the cores from the trainer
             "GOMP_SPINCOUNT": "0",

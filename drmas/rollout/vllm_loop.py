@@ -18,6 +18,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.abstract import SLEEP_TAGS
 
 from drmas.core.adapters import ADAPTER_ID
 
@@ -43,17 +44,21 @@ class EngineLoop:
         self._keys: dict[int, str] = {}
         self._advance: int | None = None  # the message that asked for the advance that is running
         self._paused = False
+        self._asleep: frozenset[str] = frozenset()  # which memory is given back, by vLLM's names: weights, kv_cache
         self._updating = False
         self._mixed = False  # an update failed half-way: some layers are new, some old
         self._takes_adapters = adapter is not None
         self._adapter: LoRARequest | None = None
         if self._takes_adapters:
-            self._engine.collective_rpc("open_adapters", args=(adapter,))
+            self._on_workers("open_adapters", adapter)
         self._set_version(str(version))
         self._controls: dict[str, Callable[..., Any]] = {
             "pause": self._pause,
             "resume": self._resume,
+            "sleep": self._sleep,
+            "wake": self._wake,
             "init_weight_transfer_engine": self._rpc("init_weight_transfer_engine"),
+            "stage_weights": self._rpc("stage_weights"),
             "start_weight_update": self._start_update,
             "update_weights": self._rpc("update_weights"),
             "finish_weight_update": self._finish_update,
@@ -73,7 +78,7 @@ class EngineLoop:
 
     @property
     def _runnable(self) -> bool:
-        may_step = not self._paused and (self._advance is not None or not self._deterministic)
+        may_step = not self._paused and not self._asleep and (self._advance is not None or not self._deterministic)
         return may_step and self._engine.has_unfinished_requests()
 
     def _serve(self, message: Message) -> None:
@@ -92,6 +97,8 @@ class EngineLoop:
     def _control(self, name: str, message: Message) -> None:
         try:
             result = self._controls[name](*message.get("arguments", []))
+        except _WorkersError as error:
+            self._channel.send({"id": message["id"], "error": str(error)})
         except Exception as error:  # whatever it was, it belongs to the caller, and the engine goes on
             self._channel.send({"id": message["id"], "error": f"{type(error).__name__}: {error}"})
         else:
@@ -172,22 +179,40 @@ class EngineLoop:
             raise RuntimeError("the weights are half old, half new after a failed update; push them again first")
         self._paused = False
 
+    def _sleep(self) -> None:
+        """Weights go to host memory (vLLM's level 1) and the cache is dropped. On a CPU, which gives nothing back, vLLM only
+        stops scheduling. Level 2 would save that copy; but a failed update could not go back then, and nobody pushes weights
+        that didn't change, nor the base of adapters."""
+        if self._updating:
+            raise RuntimeError("sleep during a weight update; finish or abort it first")
+        if self._asleep != SLEEP_TAGS:
+            self._engine.sleep(level=1, mode="keep")
+            self._asleep = SLEEP_TAGS
+
+    def _wake(self, cache: bool) -> None:
+        """Of the weights alone, or of everything: then requests in flight go on, recomputed."""
+        if wanted := self._asleep & (SLEEP_TAGS if cache else {"weights"}):
+            self._engine.wake_up(sorted(wanted, reverse=True))  # weights first
+            self._asleep -= wanted
+
     def _start_update(self) -> None:
         if not self._paused:
             raise RuntimeError("start_weight_update on a running engine; pause it first")
-        self._engine.collective_rpc("start_weight_update")
+        if "weights" in self._asleep:
+            raise RuntimeError("start_weight_update on an engine that sleeps; wake its weights first")
+        self._on_workers("start_weight_update")
         self._updating = True
 
     def _finish_update(self, weight_version: str) -> None:
-        self._engine.collective_rpc("finish_weight_update")
+        self._on_workers("finish_weight_update")
         if self._takes_adapters:
-            self._engine.collective_rpc("install_adapter")
+            self._on_workers("install_adapter")
         self._set_version(weight_version)
         self._updating = self._mixed = False
 
     def _abort_update(self) -> bool:
         """True if the old weights are whole and the engine may go on with them."""
-        whole = all(self._engine.collective_rpc("abort_weight_update"))
+        whole = all(self._on_workers("abort_weight_update"))
         self._updating, self._mixed = False, not whole
         return whole
 
@@ -202,9 +227,24 @@ class EngineLoop:
 
     def _rpc(self, method: str) -> Callable[..., None]:
         def call(*args: Any) -> None:
-            self._engine.collective_rpc(method, args=args)
+            self._on_workers(method, *args)
 
         return call
+
+    def _on_workers(self, method: str, *args: Any) -> list[Any]:
+        """What each worker's `method` returns. _WorkersError: what went wrong there, of each that has something to say.
+
+        Not left to vLLM: where one of several workers raises, it doesn't read the others' answers, and takes them for those to
+        its next call.
+        """
+        answers = self._engine.collective_rpc("answered", args=(method, args))
+        if errors := dict.fromkeys(error for _, error in answers if error):
+            raise _WorkersError("; ".join(errors))
+        return [result for result, _ in answers]
+
+
+class _WorkersError(Exception):
+    """In the workers' own words, with the kinds of their errors."""
 
 
 def _sampling_params(message: Message) -> SamplingParams:

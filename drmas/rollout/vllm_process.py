@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from drmas.core import adapters
-from drmas.rollout.vllm_launch import GLOO_BACKEND, WORKER_EXTENSION
+from drmas.rollout.vllm_launch import WEIGHT_BACKEND, WORKER_EXTENSION
 
 Message = dict[str, Any]
 
@@ -131,7 +131,7 @@ def engine_arguments(device: str) -> Message:
         "worker_extension_cls": WORKER_EXTENSION,
         "trust_remote_code": False,
         "disable_log_stats": True,
-        "weight_transfer_config": {"backend": GLOO_BACKEND if device == "cpu" else "nccl"},
+        "weight_transfer_config": {"backend": WEIGHT_BACKEND},
     }
     if device == "cpu":
         common |= {

@@ -7,7 +7,8 @@
     └───────────────────────────┘  weights  └────────────────────────────────────────────────┘
 
 Who waits for whom: the other ranks wait in `share` while rank 0 waits for a step's episodes; policies on ranks of their own are
-updated at the same time, and the quick wait for the slow in `share.gather`; the engines wait, paused, while weights arrive.
+updated at the same time, and the quick wait for the slow in `share.gather`; the engines wait, paused, while weights arrive, and
+asleep, where they are told to, from the last episode of a step to that (weights) and to the next step (caches).
 With `rollout.max_staleness` the next steps' episodes run in a thread of rank 0 while a step is trained; else nothing overlaps.
 All ranks hold all rows, so groups, advantages and packing can't differ between them.
 `share(action)` runs the action on rank 0, `share.gather(action)` on every rank; what comes of it, or the error, reaches all.
@@ -30,7 +31,7 @@ from drmas.core.moments import second_moments, spread
 from drmas.errors import CheckpointError, EngineDied, RolloutError, SyncError
 from drmas.policy.batch import PolicyBatch
 from drmas.policy.broadcast import Broadcast
-from drmas.policy.host_platform import peak_memory_bytes
+from drmas.policy.host_platform import peak_memory_bytes, trim
 from drmas.policy.trainer import PolicyTrainer
 from drmas.runtime.driver import Driver
 from drmas.runtime.probes import Baselines
@@ -84,7 +85,7 @@ class Controller:
                 values = self.estimate(rows, baselines)
                 self.measure(step, rows, values)
                 self.update(rows, values)
-                trouble = self.sync_changed()
+                trouble = self.wake_engines() or self.sync_changed()
             self.record.add_seconds("step", time.perf_counter() - started)
             stop = self.finish(step, rows, values, last=trouble is not None)
             if trouble:
@@ -95,6 +96,7 @@ class Controller:
     def rollout(self, step: int) -> tuple[list[Row], Baselines]:
         """The step's rows and what probes earned, on every rank. An engine that died is started again and synced, and its
         episodes go on."""
+        self.make_room()
         message = self.driven(lambda: self.driver.collect(step, self.versions))
         if message["fatal"]:  # the policies are as the last step left them: keep that before giving up
             self.save(step - 1)
@@ -106,6 +108,8 @@ class Controller:
         while True:
             with self.timed("rollout"), span("rollout"):
                 message = self.share(action)
+            for name in message["restarted"]:
+                self.syncs[name].unstage()
             message["fatal"] = message["fatal"] or next(filter(None, map(self.sync, message["restarted"])), None)
             if message["fatal"] or not message["restarted"]:
                 return message
@@ -214,16 +218,36 @@ class Controller:
         said = {name: value for each in reversed(self.share.gather(mine)) for name, value in each.items()}
         return {name: said[name] for name in self.config.policies}
 
+    def wake_engines(self) -> str | None:
+        """Engines that slept during the update take back what a sync needs, of the memory that all ranks let go of."""
+        with self.timed("sync"):
+            return self.share(lambda: self.driver.wake(cache=False)) if self.make_room() else None
+
+    def make_room(self) -> bool:
+        """Whether engines sleep on the ranks' GPUs: every rank gives back what torch only caches then, before they wake."""
+        sleepers = any(policy.engine.sleep for policy in self.config.policies.values())
+        if sleepers:
+            self.share.gather(trim)
+        return sleepers
+
     def sync_changed(self) -> str | None:
         """Sync the policies whose engine holds another version. Returns what went wrong if it did for good.
 
-        Where rollouts run ahead and aren't carried over, they end first: whatever changed, a step ends with nothing in flight.
+        Where rollouts run ahead, the weights travel beside them. If they aren't carried over, they end before the weights change:
+        a step ends with nothing in flight, whatever changed.
         """
-        settles = self.config.rollout.max_staleness > 0 and not self.config.rollout.carry_over
+        ahead = self.config.rollout.max_staleness > 0
+        with self.timed("sync"):
+            for name in self.outdated() if ahead else ():
+                self.syncs[name].stage(self.versions[name])
+        settles = ahead and not self.config.rollout.carry_over
         if settles and (fatal := self.driven(lambda: self.driver.settle())["fatal"]):
             return fatal
-        changed = [name for name, version in self.versions.items() if version != self.syncs[name].version]
-        return next(filter(None, map(self.sync, changed)), None)
+        return next(filter(None, map(self.sync, self.outdated())), None)
+
+    def outdated(self) -> list[str]:
+        """The policies whose engine holds another version."""
+        return [name for name, version in self.versions.items() if version != self.syncs[name].version]
 
     def sync(self, policy: str) -> str | None:
         """The policy's engine gets its weights; the engine's version is the policy's afterwards (I10).

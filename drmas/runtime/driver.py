@@ -16,7 +16,7 @@ from typing import Any
 from drmas.config.schema import RunConfig
 from drmas.core.advantages import Advantages
 from drmas.envs.source import TaskSource
-from drmas.errors import DataError, EngineDied
+from drmas.errors import DataError, EngineDied, EngineError
 from drmas.policy.batch import PolicyBatch
 from drmas.rollout.collector import Collector
 from drmas.rollout.engine import Engine
@@ -75,6 +75,8 @@ class Driver:
         call; otherwise `rows` is complete, and `baselines` has what probes earned; `fatal` says why the run can't go on.
         """
         try:
+            if trouble := self.wake():
+                return _message(fatal=trouble)
             if dead := self._dead():
                 return self._restarted(dead)
             if self.config.rollout.deterministic and not self.feed.in_flight:
@@ -100,7 +102,13 @@ class Driver:
         except DataError as error:
             return _message(fatal=str(error))
         found = baselines(self.episodes, self.collector.probes)
+        if trouble := self._each_sleeper("sleep"):
+            return _message(fatal=trouble)
         return _message(rows=[row.to_dict() for row in rows_of(self.episodes)], baselines=found)
+
+    def wake(self, *, cache: bool = True) -> str | None:
+        """Engines that slept take their memory back, without `cache` only what an update needs; why one of them can't."""
+        return self._each_sleeper("wake", cache=cache)
 
     def settle(self) -> dict[str, Any]:
         """Wait until no episode is in flight, so that weights may change; the message is as that of `collect`, without rows."""
@@ -183,6 +191,18 @@ class Driver:
                 engine.pause()
             with suppress(EngineDied):  # the other replicas of a dead one were paused
                 engine.resume()
+
+    def _each_sleeper(self, do: str, **how: Any) -> str | None:
+        """Of the engines that sleep during updates; why one of them fails. One that is dead is found to be so elsewhere."""
+        for name, engine in self.engines.items():
+            if self.config.policies[name].engine.sleep:
+                try:
+                    getattr(engine, do)(**how)
+                except EngineDied:
+                    continue
+                except EngineError as error:
+                    return f"the engine of policy {name!r} can't {do}: {error}"
+        return None
 
     def _write(self, step: int, played: Sequence[Episode], values: Advantages) -> None:
         if self.config.telemetry.episodes:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from drmas.config.schema import EngineConfig, RunConfig
 from drmas.errors import RolloutError
 from drmas.rollout.engine import Engine
 from drmas.runtime.engines import open_engine
+from drmas.runtime.gpus import Seat
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Voice:
     policy: str
     config: EngineConfig
     folder: Path
+    seats: Sequence[Seat]
+    """Of each replica; those of the policy, which its base model has as well."""
 
 
 EngineFactory = Callable[[str, Voice, RunConfig, Path], Engine]
@@ -44,6 +47,8 @@ def training_engine(name: str, voice: Voice, config: RunConfig, logs: Path) -> E
         log_dir=logs,
         seed=config.seed,
         deterministic=config.rollout.deterministic,
+        seats=voice.seats,
+        cluster=config.cluster,
     )
 
 
@@ -109,4 +114,4 @@ def _shared(name: str, voice: Voice, voices: Mapping[str, Voice], plan: Sequence
     """The voice with its part of the GPU's memory."""
     together = max(sum(voices[other].policy == voice.policy for other in names) for names in plan if name in names)
     fraction = voice.config.gpu_memory_fraction / together
-    return Voice(voice.policy, voice.config.model_copy(update={"gpu_memory_fraction": fraction}), voice.folder)
+    return replace(voice, config=voice.config.model_copy(update={"gpu_memory_fraction": fraction}))

@@ -37,6 +37,7 @@ from drmas.rollout.collector import Collector
 from drmas.rollout.engine import Sampling
 from drmas.rollout.remote import Remote
 from drmas.runtime.eval_engines import EngineFactory, Engines, Voice, training_engine
+from drmas.runtime.machine import Machine
 from drmas.runtime.models import load_tokenizer, resolve_model
 from drmas.runtime.scores import SOLVED_AT, Scores
 from drmas.runtime.tools import make_tools
@@ -306,14 +307,16 @@ def _spoken(team: TeamConfig) -> set[str]:
 
 
 def _voices(config: RunConfig, models: Mapping[str, Path], teams: Iterable[TeamConfig]) -> dict[str, Voice]:
-    """What the engines serve that these teams need."""
+    """What the engines serve that these teams need, and where. ConfigError: there are too few GPUs for them."""
     spoken = set().union(*map(_spoken, teams))
+    used = {name: policy for name, policy in config.policies.items() if {name, _base(name)} & spoken}
+    seats = Machine.here(0).place(config.model_copy(update={"policies": used}), world=0)
     voices = {}
-    for name, policy in config.policies.items():
+    for name, policy in used.items():
         if name in spoken:
-            voices[name] = Voice(name, policy.engine, models[name])
+            voices[name] = Voice(name, policy.engine, models[name], seats[name])
         if _base(name) in spoken:
-            voices[_base(name)] = Voice(name, policy.engine, _base_folder(config, name))
+            voices[_base(name)] = Voice(name, policy.engine, _base_folder(config, name), seats[name])
     return voices
 
 

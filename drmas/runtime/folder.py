@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
+import socket
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,17 +53,17 @@ class RunFolder:
         self._aside = self.path.with_name(f".{config.name}.replaced")
         self._lock: IO[str] | None = None
 
-    def open(self, *, resume: bool, overwrite: bool) -> None:
-        """Take the folder, or refuse. What `overwrite` replaces is set aside until `settle`.
+    def open(self, *, resume: bool, overwrite: bool, auto_resume: bool = False) -> bool:
+        """Take the folder, or refuse; whether the run in it goes on. What `overwrite` replaces is set aside until `settle`.
 
-        ConfigError: it holds a run and neither flag was given, or it is no run's folder, or another process writes there.
-        CheckpointError: `resume` of no run, or of one with other settings.
+        `auto_resume` is `resume` where the folder holds a run. ConfigError: it holds a run and no flag was given, or it is no
+        run's folder, or another process writes there. CheckpointError: `resume` of no run, or of one with other settings.
         """
-        if resume and overwrite:
-            raise ConfigError("--resume continues the run in the folder and --overwrite deletes it; give one of them")
+        refuse_contradictions(resume=resume, overwrite=overwrite, auto_resume=auto_resume)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self.path, "--name")
         self._put_back()  # what a killed process left between `open` and `settle`
+        resume = resume or (auto_resume and self._holds_run())
         before = self._settings_there()
         if before is None and self.path.exists() and any(self.path.iterdir()):
             raise ConfigError(f"{self.path} is not the folder of a run; use another --name or --output")
@@ -76,6 +79,7 @@ class RunFolder:
             shutil.rmtree(self._aside, ignore_errors=True)
             self.path.rename(self._aside)
         self.path.mkdir(exist_ok=True)
+        return resume
 
     def settle(self) -> None:
         """The run's settings are sound: write them, and delete what this run replaces."""
@@ -112,17 +116,35 @@ class RunFolder:
         return (metrics.is_file() and metrics.stat().st_size > 0) or any((self.path / "checkpoints").glob("step_*"))
 
 
+def refuse_contradictions(*, resume: bool, overwrite: bool, auto_resume: bool) -> None:
+    """ConfigError: more than one word on what becomes of a run that is in the folder."""
+    flags = {"--resume": resume, "--overwrite": overwrite, "--auto-resume": auto_resume}
+    given = [name for name, flag in flags.items() if flag]
+    if len(given) > 1:
+        raise ConfigError(
+            f"{' and '.join(given)} are given; --resume continues the run in the folder, --overwrite deletes it, --auto-resume "
+            "continues it if there is one: give one of them"
+        )
+
+
 def lock_folder(path: Path, option: str) -> IO[str]:
     """Lock the folder `path` by a file beside it, until that is closed in every process that has it open.
 
-    ConfigError: another process has it; `option` names another folder.
+    Hosts on a shared file system see each other's locks where it has them (NFS from version 4 on; Lustre with -o flock). The
+    file says who holds it. ConfigError: another process does; `option` names another folder.
     """
-    file = path.with_name(f".{path.name}.lock").open("w")
+    file = path.with_name(f".{path.name}.lock").open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip()
         file.close()
-        raise ConfigError(f"another process writes to {path}; wait for it, or use another {option}") from None
+        who = f" ({holder})" if holder else ""
+        raise ConfigError(f"another process writes to {path}{who}; wait for it, or use another {option}") from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    file.flush()
     return file
 
 

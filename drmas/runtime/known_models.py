@@ -1,4 +1,4 @@
-"""The configurations of the models that the packaged recipes name, as published, so that a dry run needs no copy of them.
+"""The configurations of models that recipes and plans often name, as published, so that a dry run needs no copy of them.
 
 Facts of each model's config.json on the Hugging Face hub (huggingface.co/NAME), as far as its shape depends on them. The counts
 are those that the hub shows for its safetensors files, and a test computes them again from the shapes. (The smallest two store
@@ -34,6 +34,27 @@ def _qwen3(hidden: int, layers: int, heads: int, ffn: int, *, tied: bool) -> dic
     }
 
 
+_LLAMA31_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+}
 _QWEN25_3B = {
     "model_type": "qwen2",
     "hidden_size": 2048,
@@ -87,9 +108,12 @@ KNOWN = {
     "Qwen/Qwen3-1.7B": Published(_qwen3(2048, 28, 16, 6144, tied=True), 1_720_574_976),
     "Qwen/Qwen3-4B": Published(_qwen3(2560, 36, 32, 9728, tied=True), 4_022_468_096),
     "Qwen/Qwen3-8B": Published(_qwen3(4096, 36, 32, 12288, tied=False), 8_190_735_360),
+    "Qwen/Qwen3-14B": Published(_qwen3(5120, 40, 40, 17408, tied=False), 14_768_307_200),
+    "Qwen/Qwen3-32B": Published(_qwen3(5120, 64, 64, 25600, tied=False), 32_762_123_264),
     "Qwen/Qwen2.5-3B": Published(_QWEN25_3B, 3_085_938_688),
     "Qwen/Qwen2.5-3B-Instruct": Published(_QWEN25_3B, 3_085_938_688),
     "Qwen/Qwen2.5-7B": Published(_QWEN25_7B, 7_615_616_512),
     "Qwen/Qwen2.5-7B-Instruct": Published(_QWEN25_7B | {"max_position_embeddings": 32768}, 7_615_616_512),
+    "meta-llama/Llama-3.1-8B-Instruct": Published(_LLAMA31_8B, 8_030_261_248),
     "meta-llama/Llama-3.2-3B-Instruct": Published(_LLAMA32_3B, 3_212_749_824),
 }

@@ -1,6 +1,7 @@
 """How much memory the trainers' numbers take on each rank, by part: an estimate from shapes, before anything is made.
 
-Activations are not in it; they depend on the rows. Called by `drmas.runtime.placement`.
+Activations are apart, since they depend on the rows: `activation_bytes` is those of a full microbatch. Called by
+`drmas.runtime.placement`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from drmas.config.schema import LoraConfig, PolicyConfig
 from drmas.policy.architecture import Architecture
+from drmas_kernels._head_chunks import CHUNK_BYTES
 
 BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4
@@ -119,6 +121,32 @@ def _trained(policy: str, share: Share, count: float, *, apart: bool, gpu: bool)
     yield Part("weights", BYTES[config.dtype] * count, (policy, "weights"))
     yield Part("gradients", GRADIENT_BYTES * count * (1 + apart / share.replicas), (policy, "gradients"))
     yield Part(f"optimiser{away}", (MOMENT_BYTES + master) * count / share.replicas, (policy, "optimiser"))
+
+
+def activation_bytes(architecture: Architecture, share: Share, *, gpu: bool) -> float:
+    """What a rank has of a full microbatch at most while it goes back through it: an estimate, the head's buffers included.
+
+    A layer saves, per token: inputs and outputs of its two norms (4 h, divided by TP under sequence parallelism), queries, keys
+    and values, what attention gives, and three times the width of its gated MLP (each divided by TP). Selective recompute saves
+    none of the MLP's, full recompute 2 h in all, and each one whole layer at a time besides; so do a layer's gradients. The
+    first stage of a pipeline keeps as many microbatches as there are stages (1F1B). The count follows arXiv 2205.05198,
+    section 4, for a gated MLP and an attention that saves no scores. tests/runtime/test_activations.py holds it against what
+    autograd keeps on a CPU: per layer it is 0.9 to 1.3 times that.
+    """
+    config, a, size = share.config, architecture, BYTES[share.config.dtype]
+    tp, stages = config.tensor_parallel, config.pipeline_parallel
+    tokens = max(config.tokens_per_microbatch, config.engine.max_model_tokens) / config.context_parallel
+    wide = a.hidden / (tp if config.sequence_parallel else 1)
+    attention = (a.qkv_rows + a.heads * a.head_dim) / tp
+    layer = 4 * wide + attention + 3 * a.ffn / tp
+    kept = {"none": layer, "selective": 5 * wide + attention, "full": 2 * wide}[config.recompute]
+    again = 0.0 if config.recompute == "none" else layer
+    microbatches = stages - share.stage
+    layers = tokens * size * (a.layers / stages * kept * microbatches + again + layer)
+    if share.stage < stages - 1:
+        return layers
+    logits = min(4 * tokens * a.padded_vocab(tp) / tp, CHUNK_BYTES["cuda" if gpu else "cpu"])
+    return layers + 1.5 * logits + 2 * tokens * a.hidden * size
 
 
 def by_part(parts: Iterable[Part]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from drmas.agents.team import TeamConfig
 from drmas.config.derived import COMPANIONS
-from drmas.config.schema import CriticConfig, EngineConfig, LossOverrides, PolicyConfig, RunConfig
+from drmas.config.schema import CriticConfig, LossOverrides, PolicyConfig, RunConfig
 from drmas.core.estimators import Estimator, resolve
 from drmas.core.estimators.roles import Roles
 from drmas.core.stack import Stack
@@ -25,7 +25,9 @@ from drmas.policy.convert import frozen_names, slots
 from drmas.policy.megatron_config import policy_stack
 from drmas.runtime import memory
 from drmas.runtime.hub_models import is_whole
+from drmas.runtime.machine import Machine
 from drmas.runtime.models import resolve_model
+from drmas.runtime.room import EngineNeed, Room, rank_needs
 from drmas.telemetry.trace import Steps
 from drmas_kernels.backend import choose
 
@@ -35,15 +37,18 @@ FindModel = Callable[..., Path]
 """`models.resolve_model`, or `models.sketched_model` where a model's shape is all that is wanted."""
 
 
-def check(config: RunConfig, team: TeamConfig, *, world: int) -> None:
-    """ConfigError for settings that don't fit together, the machine or the `world` of trainer ranks. Opens no model."""
+def check(config: RunConfig, team: TeamConfig, *, world: int, here: bool = True) -> None:
+    """ConfigError for settings that don't fit together, the machine or the `world` of trainer ranks. Opens no model.
+
+    Without `here` the run is for other machines, and this one isn't looked at.
+    """
     if config.train.ranks not in (None, world):
         raise ConfigError(
             f"train.ranks is {config.train.ranks} and the job has {world} trainer rank(s); start it with "
             f"launchers/torchrun/single_node.sh {config.train.ranks} RECIPE, or lay it out anew and set train.ranks"
         )
     ranks = policy_ranks(config, world)
-    for name, policy in config.policies.items():
+    for name, policy in config.policies.items() if here else ():
         _stack(name, policy, len(ranks[name]))
     if config.telemetry.profile is not None:
         Steps.parse(config.telemetry.profile)
@@ -222,6 +227,8 @@ def _idle_keys(config: RunConfig, team: TeamConfig, name: str, ranks: int, gpu: 
             yield key, stack.reasons[key.replace("_", " ")].why
     if policy.offload_optimizer and not gpu:
         yield "offload_optimizer", "the trainer runs on a CPU"
+    if policy.engine.sleep and not gpu:
+        yield "engine.sleep", "an engine on a CPU waits during updates and gives no memory back"
     if policy.lr_schedule == "constant" and policy.lr_min:
         yield "lr_min", "lr_schedule is constant"
     if policy.loss.kl_coefficient is not None and not measures_kl(config, policy):
@@ -255,15 +262,17 @@ def describe(
     world: int,
     folders: Mapping[str, Path],
     find: FindModel = resolve_model,
-    gpu: bool | None = None,
+    machine: Machine | None = None,
 ) -> dict[str, str]:
-    """Label -> line. ModelError: a model of a family or shape that the trainer can't take in this layout.
+    """Label -> line. ModelError: a model of a family or shape that the trainer can't take in this layout. ConfigError: engines
+    for which there are too few GPUs or too little memory.
 
-    `find(spec, seed=..., key=...)` gives the folders of references and critics, of which their shape is read. `gpu`: whether
-    every rank has one; if None, whether this machine does.
+    `find(spec, seed=..., key=...)` gives the folders of references and critics, of which their shape is read. `machine`: the
+    host of rank 0; this one if None.
     """
     rollout, agents = config.rollout, team.agents
-    gpu = not host_platform.is_host() if gpu is None else gpu
+    machine = Machine.here(world) if machine is None else machine
+    gpu = machine.gpus > 0
     probes = sum(probe.episodes for probe in estimator.probes)
     episodes = rollout.tasks_per_step * (rollout.group_size + probes)
     each = f"({rollout.group_size} + {probes} for baselines)" if probes else f"{rollout.group_size}"
@@ -290,7 +299,8 @@ def describe(
     for name, policy in config.policies.items():
         if policy.freeze and policy.trainable:
             frozen_names(read_architecture(folders[name]), policy.freeze, policy=name)
-        lines[f"policy {name}"] = _policy(policy, ranks[name], parameters(folders[name]), parts[name], gpu)
+        lines[f"policy {name}"] = _policy(policy, ranks[name], parameters(folders[name]), parts[name])
+    lines |= _engines(config, machine, ranks, folders, parts, world=world)
     for text in dict.fromkeys(stacks.values()):
         alike = [name for name in stacks if stacks[name] == text]
         lines["stack" if len(alike) == len(stacks) else f"stack {', '.join(alike)}"] = text
@@ -316,7 +326,7 @@ def _rollouts(config: RunConfig) -> str:
     return ", ".join(how)
 
 
-def _policy(policy: PolicyConfig, ranks: list[int], count: int, parts: Mapping[int, list[memory.Part]], gpu: bool) -> str:
+def _policy(policy: PolicyConfig, ranks: list[int], count: int, parts: Mapping[int, list[memory.Part]]) -> str:
     sizes = {"TP": policy.tensor_parallel, "PP": policy.pipeline_parallel, "CP": policy.context_parallel}
     sizes["DP"] = len(ranks) // _product(policy)
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name in ("TP", "DP"))
@@ -326,16 +336,38 @@ def _policy(policy: PolicyConfig, ranks: list[int], count: int, parts: Mapping[i
     fullest = memory.describe(memory.by_part(parts[memory.fullest(parts)]))
     return (
         f"{policy.model}, {count / 1e6:.1f} M parameters; trainer {layout} on {places}, {policy.dtype}{how}, "
-        f"about {fullest} per rank and activations; engine {policy.engine.dtype}, {_engine(policy.engine, count, gpu)}"
+        f"about {fullest} per rank and activations; engine {policy.engine.dtype}"
     )
 
 
-def _engine(engine: EngineConfig, count: int, gpu: bool) -> str:
-    weights = memory.BYTES[engine.dtype] * count / engine.tensor_parallel
-    if not gpu:
-        return f"about {(weights + engine.kv_cache_bytes) / 2**30:.2f} GiB"
-    each = "its GPU" if engine.tensor_parallel == 1 else f"each of {engine.tensor_parallel} GPUs"
-    return f"{engine.gpu_memory_fraction:g} of {each}, {weights / 2**30:.2f} GiB of it for weights"
+def _engines(
+    config: RunConfig,
+    machine: Machine,
+    ranks: Mapping[str, list[int]],
+    folders: Mapping[str, Path],
+    parts: Mapping[str, Mapping[int, list[memory.Part]]],
+    *,
+    world: int,
+) -> dict[str, str]:
+    """A line for each engine, and for what it shares with trainer ranks. Where GPUs are only assumed, too few are no error."""
+    try:
+        seats = machine.place(config, world=world)
+    except ConfigError as error:
+        if not machine.assumed:
+            raise
+        return {"engines": f"{error} ({machine.gpus} GPUs per host are assumed; --gpus-per-host says otherwise)"}
+    needs, activations = {}, {}
+    for name, policy in config.policies.items():
+        architecture = read_architecture(folders[name])
+        needs[name] = EngineNeed.of(policy.engine, architecture, parameters(folders[name]))
+        shares = {rank: memory.Share(policy, tuple(ranks[name]), place) for place, rank in enumerate(ranks[name])}
+        activations[name] = {
+            rank: memory.activation_bytes(architecture, share, gpu=machine.gpus > 0) if policy.trainable else 0.0
+            for rank, share in shares.items()
+        }
+    room = Room(config, seats, machine, needs, dict(rank_needs(parts, activations)))
+    room.check()
+    return room.lines()
 
 
 def _parts(

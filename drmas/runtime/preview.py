@@ -21,6 +21,7 @@ from drmas.envs.source import TaskSource
 from drmas.policy import host_platform
 from drmas.runtime.epochs import in_steps
 from drmas.runtime.hub_models import is_hub_name, is_whole
+from drmas.runtime.machine import Machine
 from drmas.runtime.models import sketched_model
 from drmas.runtime.placement import check, describe, has_critic, measures_kl, notes
 from drmas.telemetry.console import Console
@@ -32,25 +33,45 @@ def planned_ranks(config: RunConfig) -> int | None:
     return config.train.ranks if "WORLD_SIZE" not in os.environ else None
 
 
-def preview(config: RunConfig, team: TeamConfig, estimator: Estimator, console: Console, *, world: int) -> None:
-    """Print it. UserError kinds: what a start on such a machine would refuse, but for models and files that aren't here."""
-    gpu = not host_platform.is_host() or planned_ranks(config) is not None
+def preview(
+    config: RunConfig,
+    team: TeamConfig,
+    estimator: Estimator,
+    console: Console,
+    *,
+    world: int,
+    gpus_per_host: int | None = None,
+    gpu_memory_gib: float | None = None,
+    machine: Machine | None = None,
+) -> None:
+    """Print it. UserError kinds: what a start on such a machine would refuse, but for models and files that aren't here.
+
+    A job that is planned has hosts of `gpus_per_host` GPUs of `gpu_memory_gib`; of this machine's, or assumed ones, if unset.
+    `machine` says all of it at once.
+    """
+    planned = planned_ranks(config) is not None or (gpus_per_host, gpu_memory_gib) != (None, None)
+    memory = None if gpu_memory_gib is None else int(gpu_memory_gib * 2**30)
+    supposed = Machine.planned(world, gpus=gpus_per_host, gpu_bytes=memory) if planned else Machine.here(world)
+    machine = machine or supposed
     check(config, team, world=world)
     source = None
     if not (absent := not_here(config.data)):
         with cache_only():
             source = TaskSource(config.data, seed=config.seed, curriculum=config.curriculum)
         config = in_steps(config, len(source))
-    for note in notes(config, team, world=world, gpu=gpu):
+    for note in notes(config, team, world=world, gpu=machine.gpus > 0):
         console.note(note)
     lines = {}
-    if gpu and host_platform.is_host():
-        lines["machine"] = f"{world} rank(s) with a GPU each; stack and kernels are those of this machine, which has none"
+    if machine.gpus and host_platform.is_host():
+        lines["machine"] = (
+            f"{world} rank(s) with a GPU each, on hosts of {machine.gpus}{' (assumed)' if machine.assumed else ''}; stack and "
+            "kernels are those of this machine, which has none"
+        )
     specs = {f"policies.{name}.model": policy.model for name, policy in config.policies.items()}
     specs |= _companions(config, team)
     found = {key: sketched_model(spec, seed=config.seed, key=key).absolute() for key, spec in specs.items()}
     folders = {name: found[f"policies.{name}.model"] for name in config.policies}
-    lines |= describe(config, team, estimator, world=world, folders=folders, find=sketched_model, gpu=gpu)
+    lines |= describe(config, team, estimator, world=world, folders=folders, find=sketched_model, machine=machine)
     lines |= {f"model {spec}": _model_not_here(spec) for key, spec in specs.items() if not _has_weights(spec, found[key])}
     eval_absent = not_here(config.eval.data) if config.eval.data is not None else []
     lines["data"] = _absence(absent, config) if source is None else _tasks(config, source, known=not eval_absent)

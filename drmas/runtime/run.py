@@ -34,31 +34,50 @@ from drmas.policy.reference import Reference
 from drmas.policy.trainer import PolicyTrainer, mismatch_rule
 from drmas.rollout.collector import Collector
 from drmas.rollout.engine import Engine
+from drmas.rollout.host_client import RemoteHost
 from drmas.rollout.remote import Remote
 from drmas.runtime.controller import Controller
 from drmas.runtime.driver import Driver
 from drmas.runtime.engines import open_engine
 from drmas.runtime.epochs import in_steps
 from drmas.runtime.folder import RunFolder
+from drmas.runtime.gpus import Seat
 from drmas.runtime.hub_models import commit_of, is_hub_name, read_commits, write_commits
+from drmas.runtime.machine import Machine
 from drmas.runtime.models import load_tokenizer, resolve_model
 from drmas.runtime.placement import check, describe, has_critic, notes, policy_ranks, run_estimator
+from drmas.runtime.preflight import check_engine_host, check_ranks, place
+from drmas.runtime.preflight import facts as preflight_facts
 from drmas.runtime.preview import planned_ranks, preview
 from drmas.runtime.resume import Checkpoints
 from drmas.runtime.tools import make_tools
 from drmas.runtime.warm_start import Teacher, warm_start
+from drmas.runtime.watch import start_watch
+from drmas.runtime.weight_sync import make_sync
 from drmas.telemetry.alarms import Alarms, keep_alarms_until
 from drmas.telemetry.console import Console
 from drmas.telemetry.nvml import GpuSampler, gpu_sampler
+from drmas.telemetry.prometheus import EngineState, MetricsServer, is_loopback
 from drmas.telemetry.report import write_report
 from drmas.telemetry.sinks import MetricsLog, read_metrics
 from drmas.telemetry.trace import Profile, Steps
-from drmas.weights.relay import relayed
 from drmas.weights.sync import WeightSync
 
 
-def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, dry_run: bool = False) -> Path:
-    """Run the whole job; returns the run's folder. Raises UserError kinds for what the user can mend."""
+def train(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    auto_resume: bool = False,
+    dry_run: bool = False,
+    gpus_per_host: int | None = None,
+    gpu_memory_gib: float | None = None,
+) -> Path:
+    """Run the whole job; returns the run's folder. Raises UserError kinds for what the user can mend.
+
+    `gpus_per_host` and `gpu_memory_gib` are of a dry run: the machines that it is to suppose.
+    """
     team = load_team(config.team)
     estimator = run_estimator(config, team)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -69,7 +88,8 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, d
     check_tools(team, config.tools)
     make_tools(config.tools)
     if dry_run:
-        preview(config, team, estimator, console, world=world)
+        hosts = {"gpus_per_host": gpus_per_host, "gpu_memory_gib": gpu_memory_gib}
+        preview(config, team, estimator, console, world=world, **hosts)
         return Path(config.output) / config.name
     check(config, team, world=world)
     if rank != 0:  # the first interrupt ends the run after its step, by rank 0's word; torchrun sends it to every rank
@@ -84,12 +104,20 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, d
         folder = RunFolder(config)
         if rank == 0:
             stack.callback(folder.close)
-        Job(config, team, estimator, Broadcast(), folder, console, stack, world=world).run(resume=resume, overwrite=overwrite)
+        share = Broadcast()
+        if config.cluster.preflight:
+            check_ranks(share.gather(lambda: preflight_facts(config)), share.gather(place))
+        log, patience = folder.path / "logs" / "watch.log", config.cluster.host_timeout_seconds
+        if (watch := start_watch(share, rank=rank, timeout=patience, log=log)) is not None:
+            stack.callback(watch.close)
+        Job(config, team, estimator, share, folder, console, stack, world=world).run(
+            resume=resume, overwrite=overwrite, auto_resume=auto_resume
+        )
     return folder.path
 
 
 class Job:
-    """One run's parts, in the order in which they come to life. Every rank has one; `source` and `driver` are rank 0's.
+    """One run's parts, in the order in which they come to life. Every rank has one; source, seats and driver are rank 0's.
 
     `layouts` has a layout of every policy, None where this rank isn't one of its ranks; `policies` below are those that it is.
     """
@@ -125,11 +153,14 @@ class Job:
         self.commits: dict[str, str] = {}
         self.references: dict[Any, Reference] = {}
         self.source: TaskSource | None = None
+        self.seats: dict[str, tuple[Seat, ...]] = {}
         self.driver: Driver | None = None
         self.gpus: GpuSampler | None = None
+        self.served: MetricsServer | None = None
 
-    def run(self, *, resume: bool, overwrite: bool) -> None:
-        start = self.share(lambda: self.prepare(resume=resume, overwrite=overwrite))
+    def run(self, **flags: bool) -> None:
+        """With the flags of `RunFolder.open`."""
+        start = self.share(lambda: self.prepare(**flags))
         state, folders = start["state"], {name: Path(path) for name, path in start["folders"].items()}
         self.config, self.commits = in_steps(self.config, start["tasks"]), start["commits"]
         if state:
@@ -145,6 +176,7 @@ class Job:
                 self.console.note(f"the run is at step {state['step']} already; --train.steps N makes it longer")
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and (gpus := gpu_sampler()):  # one per host
             self.gpus = self.stack.enter_context(gpus)
+        self.share.gather(host_platform.trim)  # engines may start on the ranks' GPUs
         self.share(lambda: self.start_driver(folders, state))
         controller = Controller(
             self.config,
@@ -161,14 +193,14 @@ class Job:
         controller.run(first_step)
         self.end(policies)
 
-    def prepare(self, *, resume: bool, overwrite: bool) -> dict[str, Any]:
+    def prepare(self, **flags: bool) -> dict[str, Any]:
         """Everything that can be refused before anything heavy starts; writes the run's settings when all of it is sound."""
         self.source = TaskSource(self.config.data, seed=self.config.seed, curriculum=self.config.curriculum)
         tasks = len(self.source)
         self.config = self.folder.config = in_steps(self.config, tasks)
         for note in notes(self.config, self.team, world=self.world):
             self.console.note(note)
-        self.folder.open(resume=resume, overwrite=overwrite)
+        resume = self.folder.open(**flags)
         state = self.checkpoints.latest() if resume else None
         _check_reward(self.config, self.source)
         self.commits = read_commits(self.folder.path)
@@ -176,14 +208,42 @@ class Job:
             name: self.find_model(policy.model, seed=self.config.seed, key=f"policies.{name}.model")
             for name, policy in self.config.policies.items()
         }
-        lines = describe(self.config, self.team, self.estimator, world=self.world, folders=folders, find=self.find_model)
+        config, world, machine = self.config, self.world, Machine.here(self.world)
+        lines = describe(config, self.team, self.estimator, world=world, folders=folders, find=self.find_model, machine=machine)
+        self.seats = machine.place(config, world=world)
+        for url in dict.fromkeys(seat.host for own in self.seats.values() for seat in own if seat.host is not None):
+            found = RemoteHost(url, config.cluster).describe()
+            if config.cluster.preflight:
+                check_engine_host(url, found["facts"])
         self.console.start(lines)
         if resume and state is None:
             self.console.note("no checkpoint yet; starting at step 1")
+        self.served = self.serve_metrics()
         self.folder.settle()
         write_commits(self.folder.path, self.commits)
         paths = {name: str(path) for name, path in folders.items()}
         return {"state": state, "tasks": tasks, "commits": self.commits, "folders": paths}
+
+    def serve_metrics(self) -> MetricsServer | None:
+        """The endpoint of the run's numbers, where it is asked for. ConfigError: its address can't be had."""
+        asked = self.config.telemetry
+        if asked.metrics_port is None:
+            return None
+        about = {"run": self.config.name, "steps": self.config.train.steps, "stall_seconds": asked.stall_seconds}
+        server = MetricsServer(asked.metrics_host, asked.metrics_port, **about)
+        self.stack.callback(server.close)
+        self.console.note(f"metrics at {server.url}/metrics, state at {server.url}/health")
+        if not is_loopback(asked.metrics_host):
+            self.console.note(f"telemetry.metrics_host is {asked.metrics_host}; whoever reaches it reads them, unasked")
+        return server
+
+    def engine_states(self) -> dict[str, EngineState]:
+        """By policy; once the driver is there."""
+        restarts, policies = self.driver.restarts, self.config.policies
+        return {
+            name: EngineState(engine.alive, restarts[name], policies[name].engine.max_restarts)
+            for name, engine in self.driver.engines.items()
+        }
 
     def find_model(self, spec: str, *, seed: int, key: str) -> Path:
         """The folder of a model, of the hub's the copy that the run began with: a newer one would be another model (I9)."""
@@ -262,13 +322,10 @@ class Job:
         return profile
 
     def weight_sync(self, name: str, policy: PolicyTrainer | None) -> WeightSync:
-        """Every rank has one of every policy; where rank 0 isn't one of its ranks, its first rank hands the weights over."""
+        """Every rank has one of every policy, whether it holds that policy or not."""
         engine = self.driver.engines[name] if self.driver else None
-        leader = self.ranks[name][0]
-        pair = self.groups.get([0, leader], lane="relay") if 0 not in self.ranks[name] else None
-        source = relayed(policy and policy.sync_source(), pair, device=host_platform.device())
-        adapters = self.config.policies[name].syncs_adapters
-        sync = WeightSync(engine, source, is_sender=self.driver is not None, adapters=adapters)
+        ranks, folder = self.ranks[name], self.folder.path
+        sync = make_sync(self.config, name, policy, engine, groups=self.groups, ranks=ranks, folder=folder)
         self.stack.callback(sync.close)
         return sync
 
@@ -311,7 +368,8 @@ class Job:
         self.stack.enter_context(collector)
         for engine in engines.values():
             engine.start()
-        metrics = MetricsLog(self.folder.path, tensorboard=config.telemetry.tensorboard)
+        listener = self.served.write if self.served else None
+        metrics = MetricsLog(self.folder.path, tensorboard=config.telemetry.tensorboard, listener=listener)
         self.stack.callback(metrics.close)
         last_step = state["step"] if state else 0
         metrics.truncate_after(last_step)
@@ -335,6 +393,8 @@ class Job:
         )
         if state:
             self.driver.feed.restore(state["driver"])
+        if self.served:
+            self.served.watch(self.engine_states, lambda: max(self.checkpoints.steps(), default=None))
         self.driver.handle_interrupts()
 
     def engine(self, name: str, policy: PolicyConfig, folder: Path) -> Engine:
@@ -346,6 +406,8 @@ class Job:
             log_dir=self.folder.path / "logs",
             seed=self.config.seed,
             deterministic=self.config.rollout.deterministic,
+            seats=self.seats[name],
+            cluster=self.config.cluster,
             lora=policy.lora if policy.syncs_adapters else None,
         )
         self.stack.callback(engine.close)

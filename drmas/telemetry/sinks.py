@@ -1,4 +1,4 @@
-"""Where a step's metrics go: `metrics.jsonl` always, TensorBoard when asked.
+"""Where a step's metrics go: `metrics.jsonl` always, TensorBoard and a listener (the endpoint for Prometheus) when asked.
 
 One flat JSON object per line, "step" first, floats exact (they read back equal). A metric that is None or not finite is written
 as null; the key `nonfinite` counts the latter, so a NaN can't hide as a gap. Errors of metrics.jsonl are raised, since a run
@@ -13,7 +13,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,7 +31,10 @@ class MetricsLog:
     Example: `MetricsLog(run_dir, tensorboard=False).write(3, {"reward/mean": 0.5})` appends {"step": 3, "reward/mean": 0.5}
     """
 
-    def __init__(self, run_dir: Path, tensorboard: bool) -> None:
+    def __init__(
+        self, run_dir: Path, tensorboard: bool, listener: Callable[[int, Mapping[str, float | None]], None] | None = None
+    ) -> None:
+        self._listener = listener
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / FILE
         self._events = _TensorBoard(run_dir / "tensorboard") if tensorboard else None
@@ -54,6 +57,8 @@ class MetricsLog:
         self._file.flush()
         if self._events is not None:
             self._events.write(step, clean)
+        if self._listener is not None:
+            self._listener(step, clean)
 
     def truncate_after(self, step: int) -> None:
         """Forget the lines of steps after `step`, atomically: a resumed run writes them again."""

@@ -1,16 +1,15 @@
 """The engine's side of an adapter-only sync: the base stays, and one set of adapters is exchanged whole.
 
-The transport and its all-or-nothing rule are `worker`'s. vLLM knows the adapters by one number for good (`ADAPTER_ID`): there
-is never a second set to be evicted or left over, and requests in flight go on with the new one. The caches of the old one are
-forgotten by the pause that every update needs. Lives in vLLM's workers.
+The transports and their all-or-nothing rule are those of `worker`. vLLM knows the adapters by one number for good
+(`ADAPTER_ID`): there is never a second set to be evicted or left over, and requests in flight go on with the new one. Caches of
+the old one are forgotten by the pause that every update needs. Lives in vLLM's workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
@@ -18,12 +17,11 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
 
 from drmas.core.adapters import ADAPTER_ID
-from drmas.weights.reload import Described
-from drmas.weights.wire import Bucket
-from drmas.weights.worker import GlooWorker
+from drmas.weights.wire import Named
+from drmas.weights.worker import Worker
 
 
-class AdapterWorker(GlooWorker):
+class AdapterWorker(Worker):
     """One worker of an engine with adapters. A failed update leaves the adapters of the one before."""
 
     _manager: WorkerLoRAManager
@@ -52,9 +50,9 @@ class AdapterWorker(GlooWorker):
     def abort(self) -> None:
         self._arrived = None
 
-    def _check(self, tensors: Iterable[Described]) -> None:
+    def _judge(self, tensors: Iterable[Named]) -> None:
         expected = self._shapes()
-        for name, _, shape in tensors:
+        for name, shape in ((name, tuple(tensor.shape)) for name, tensor in tensors):
             if name not in expected:
                 raise ValueError(f"{name} {list(shape)} is no adapter that this engine takes")
             if shape != expected[name]:
@@ -65,11 +63,12 @@ class AdapterWorker(GlooWorker):
                 f"the update is incomplete: {len(expected)} adapters are missing, the first is {next(iter(expected))}"
             )
 
-    def _load(self, received: list[tuple[Bucket, torch.Tensor]]) -> None:
-        tensors = {slot.name: slot.view(buffer) for bucket, buffer in received for slot in bucket.slots}
+    def _load(self, tensors: Iterator[Named]) -> None:
+        """Each in memory of its own: vLLM keeps them, and the next update may come in the memory of this one."""
+        copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
         self._arrived = LoRAModel.from_lora_tensors(
             ADAPTER_ID,
-            tensors,
+            copies,
             PEFTHelper.from_dict(self._config),
             device="cpu",
             dtype=self._manager.lora_config.lora_dtype,

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -22,7 +21,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, get_
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors, get_tensor_load_numel
 from vllm.platforms import current_platform
 
-Described = tuple[str, torch.dtype, tuple[int, ...]]
+from drmas.weights.wire import Named
 
 
 def start(model: nn.Module) -> None:
@@ -30,8 +29,8 @@ def start(model: nn.Module) -> None:
     initialize_layerwise_reload(model)
 
 
-def check(model: nn.Module, model_config: ModelConfig, tensors: Iterable[Described]) -> None:
-    """Would `tensors` (Hugging Face name, dtype, full shape) make a whole model? Call between `start` and loading.
+def check(model: nn.Module, model_config: ModelConfig, tensors: Iterable[Named]) -> None:
+    """Would `tensors` (Hugging Face names; without data, of full shapes) make a whole model? Call between `start` and loading.
 
     The model's own loader runs on tensors without data, so names, fusions (q, k, v into one), shards and shapes are judged by
     the code that would load them. Nothing is changed. ValueError: an unknown name, a wrong shape, or elements that are missing.
@@ -44,11 +43,11 @@ def check(model: nn.Module, model_config: ModelConfig, tensors: Iterable[Describ
                 wrapped.append((tensor, tensor.weight_loader))
                 tensor.weight_loader = _counting_loader(_get_original_loader(tensor), loaded, (layer_name, name))
     try:
-        for name, dtype, shape in tensors:
+        for name, tensor in tensors:
             try:
-                model.load_weights([(name, torch.empty(shape, dtype=dtype, device="meta"))])
+                model.load_weights([(name, tensor)])
             except (AssertionError, RuntimeError, ValueError, KeyError, IndexError) as error:
-                raise ValueError(f"{name} {list(shape)} doesn't fit the engine's model: {_brief(error)}") from error
+                raise ValueError(f"{name} {list(tensor.shape)} doesn't fit the engine's model: {_brief(error)}") from error
     finally:
         for tensor, loader in wrapped:
             tensor.weight_loader = loader

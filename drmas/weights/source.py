@@ -1,4 +1,4 @@
-"""The trainer's weights as both transports read them: vLLM's source interface, with finite values guaranteed.
+"""The trainer's weights as those transports read them that send whole tensors.
 
 A source has `metadata()`, the (Hugging Face name, dtype, full shape) of every tensor, and iterates (name, full tensor) in that
 order. Iterating is a collective of the trainer's ranks, so every rank must do it equally often and to its end.
@@ -6,6 +6,7 @@ order. Iterating is a collective of the trainer's ranks, so every rank must do i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,8 @@ from typing import Protocol
 import torch
 
 from drmas.errors import SyncError
+
+NOT_FINITE = "{name} holds NaN or Inf; the engine keeps the weights it has"
 
 
 class Source(Protocol):
@@ -25,7 +28,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor's description, named as vLLM's own trainer engines read it."""
+    """One tensor's description."""
 
     name: str
     dtype: torch.dtype
@@ -33,7 +36,7 @@ class Parameter:
 
 
 class CheckedSource:
-    """`source` for a sender. SyncError names the first tensor that holds NaN or Inf, or that isn't what `metadata` said.
+    """`source` for a sender. SyncError names the first tensor that isn't what `metadata` said.
 
     An iteration that is given up is owed to the other ranks; `settle` pays.
     """
@@ -54,8 +57,6 @@ class CheckedSource:
             want = next(expected, None)
             if want is None or (name, tensor.dtype, tuple(tensor.shape)) != (want.name, want.dtype, want.shape):
                 raise SyncError(f"the source gave {name} {tensor.dtype} {list(tensor.shape)}; its metadata said {want}")
-            if not is_finite(tensor):
-                raise SyncError(f"{name} holds NaN or Inf; the engine keeps the weights it has")
             yield name, tensor
         left = next(expected, None)
         if left is not None:
@@ -76,8 +77,16 @@ class CheckedSource:
         self._open, self._rounds = iter(()), 0
 
 
+def finite(source: CheckedSource) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of `source`. SyncError names the first that holds NaN or Inf."""
+    for name, tensor in source:
+        if not is_finite(tensor):
+            raise SyncError(NOT_FINITE.format(name=name))
+        yield name, tensor
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
     """No NaN and no Inf. A sum settles it in most cases, ten times faster than looking at every element."""
     tensor = tensor.detach()
     total = tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else None)
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
+    return math.isfinite(total.item()) or bool(torch.isfinite(tensor).all())

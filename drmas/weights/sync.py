@@ -1,39 +1,18 @@
-"""Carry a policy's weights into its engine: pause, start, send, finish with the version, resume.
+"""Carry a policy's weights into its engine: pause, send, check the version, resume; and go back where that fails.
 
 One `WeightSync` per policy, on every trainer rank; only the sender holds the engine. Several replicas of an engine are one
-engine here: their client counts all their workers, which form one group with the sender and get one broadcast. On a CPU the
-weights travel over the gloo transport of this package, on a GPU over vLLM's own NCCL trainer. The GPU path differs in
-`_connect` only; it was written against vLLM's source and has not been run, since it needs a GPU.
+engine here: their client counts all their workers. How the bytes travel is a `Transport`'s, which `choice` makes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
+from typing import Protocol
 
 from drmas.errors import EngineDied, EngineError, SyncError
-from drmas.weights.sender import Client, GlooTrainer, GlooTrainerInit
-from drmas.weights.source import CheckedSource, Source
-from drmas.weights.wire import LOOPBACK, free_port
-
-
-class SyncClient(Client, Protocol):
-    """An engine's control channel: vLLM's protocol, and what it lacks. One object per engine process (or set of replicas).
-
-    A scripted engine's has no `num_workers`: there are no weights to carry, and it only learns the version. That of an engine
-    in this process takes the tensors themselves (`take_weights`), all or none.
-    """
-
-    num_workers: int
-
-    def get_weight_version(self) -> str: ...
-
-    def abort_weight_update(self) -> bool: ...
+from drmas.weights.transport import SyncClient, Transport
 
 
 class SyncedEngine(Protocol):
@@ -49,36 +28,46 @@ class SyncedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SyncResult:
-    """What one push took; `bytes` is 0 on ranks that don't send."""
+    """What one push took, while the engine was paused; `bytes` is 0 on ranks that don't send."""
 
     seconds: float
     bytes: int
 
 
 class WeightSync:
-    """Pushes `source` into `engine`. `version` is the last one pushed (0: the weights of the model folder)."""
+    """Pushes a policy's weights into `engine`, which is None on ranks that don't send.
 
-    def __init__(
-        self,
-        engine: SyncedEngine | None,
-        source: Source,
-        *,
-        is_sender: bool,
-        adapters: bool = False,
-        timeout_seconds: float = 60.0,
-        bucket_bytes: int = 64 * 2**20,
-    ) -> None:
-        """`adapters`: the source gives adapters, for an engine that takes these. They travel over gloo on a GPU, too."""
+    `version` is the last one pushed (0: the weights of the model folder).
+    """
+
+    def __init__(self, engine: SyncedEngine | None, transport: Transport) -> None:
         self.version = 0
-        self._nccl = torch.cuda.is_available() and not adapters
-        self._engine = engine if is_sender else None
-        self._source = CheckedSource(source)
-        self._timeout_seconds, self._bucket_bytes = timeout_seconds, bucket_bytes
-        self._trainer: Any = None
-        self._client: _VersionedClient | None = None
+        self._engine, self._transport = engine, transport
+        self._staged: int | None = None
+        self._trouble: Exception | None = None
+
+    def stage(self, version: int) -> None:
+        """Bring the weights to the engine's workers while it goes on with those that it has; `push` of this version loads them.
+
+        Called on every rank, like `push`. Nothing happens where the transport can't. It raises nothing: the push does.
+        """
+        if not self._transport.can_stage:
+            return
+        self._staged, self._trouble = version, None
+        self._transport.begin(version, staging=True)
+        try:
+            if self._engine is not None:
+                self._trouble = self._stage(self._engine, version)
+        finally:
+            self._transport.settle()
+
+    def unstage(self) -> None:
+        """Forget what was staged: the engine was started anew and has lost it. Called on every rank."""
+        self._staged = self._trouble = None
+        self._transport.unstage()
 
     def push(self, version: int) -> SyncResult:
-        """Make the engine's weights the trainer's, as `version`. Called on every rank; each iterates the source equally often.
+        """Make the engine's weights the trainer's, as `version`. Called on every rank, which all take their part.
 
         SyncError: the weights were not finite, didn't fit or didn't arrive. The engine then runs on with its old weights; only
         where some layers had changed already, or where it refuses to go back, it stays paused and takes no requests until a
@@ -86,36 +75,48 @@ class WeightSync:
         then. Only the sender raises; it must tell the other ranks.
         """
         started = time.perf_counter()
-        sent = 0
+        trouble = self._trouble if self._staged == version else None
+        self._staged = self._trouble = None
+        self._transport.begin(version)
         try:
-            if self._engine is not None:
-                sent = self._send(self._engine, version)
+            if trouble is not None:
+                raise trouble
+            sent = self._transport.send(None, version) if self._engine is None else self._send(self._engine, version)
         finally:
-            self._source.settle(2 if self._nccl else 1)
+            self._transport.settle()
         self.version = version
         return SyncResult(time.perf_counter() - started, sent)
 
     def close(self) -> None:
-        """Leave the engine's group; the next push makes a new one."""
-        trainer, self._trainer, self._client = self._trainer, None, None
-        if trainer is not None:
-            trainer.shutdown()
+        """Leave the engine's workers; the next push joins them anew."""
+        self._transport.close()
+
+    def _stage(self, engine: SyncedEngine, version: int) -> Exception | None:
+        """What went wrong. The engine has noticed nothing."""
+        for is_last in (False, True):
+            try:
+                self._transport.stage(engine.sync_client if _has_weights(engine) else None)
+                return None
+            except EngineDied as death:
+                self._transport.close()
+                return death
+            except RuntimeError as error:
+                self._transport.close()
+                if is_last or isinstance(error, SyncError) or not self._transport.untouched:
+                    return SyncError(f"version {version} did not reach the engine: {error}")
 
     def _send(self, engine: SyncedEngine, version: int) -> int:
-        """Bytes sent. A connection that turns out to be broken is made anew once, as long as the source wasn't touched.
-
-        Later it can't be: every rank iterates the source once in a push, so nothing could be sent from its start again.
-        """
+        """Bytes sent. A connection that turns out to be broken is made anew once, as long as the transport is untouched."""
         try:
             return self._attempt(engine, version)
         except _Broken:
-            if not self._source.untouched:
+            if not self._transport.untouched:
                 raise
         return self._attempt(engine, version)
 
     def _attempt(self, engine: SyncedEngine, version: int) -> int:
         try:
-            self._update(engine, version)
+            return self._update(engine, version)
         except EngineDied:
             self.close()
             with contextlib.suppress(EngineError):  # where there are other replicas, they give up this update as well
@@ -131,71 +132,18 @@ class WeightSync:
             with contextlib.suppress(EngineError):
                 _go_back(engine)
             raise
-        if not _has_weights(engine):
-            return 0
-        return sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in self._source.metadata())
 
-    def _update(self, engine: SyncedEngine, version: int) -> None:
+    def _update(self, engine: SyncedEngine, version: int) -> int:
         client = engine.sync_client
         if not _has_weights(engine):
             client.finish_weight_update(str(version))
-            return
+            return 0
         engine.pause()
-        if hasattr(client, "take_weights"):  # an engine in this process
-            client.take_weights(iter(self._source))
-            client.finish_weight_update(str(version))
-        else:
-            self._transfer(client, version)
-        engine.resume()
-
-    def _transfer(self, client: SyncClient, version: int) -> None:
-        if self._client is None or self._client.client is not client:
-            self._connect(client)
-        self._client.version = version
-        if self._nccl:  # its collectives can't be told to stop, so a tensor that isn't finite must be found beforehand
-            for _ in self._source:
-                pass
-        self._trainer.send_weights()
-
-    def _connect(self, client: SyncClient) -> None:
-        """A fresh group with the engine's workers, for the life of its process."""
-        self.close()
-        versioned = _VersionedClient(client)
-        world_size = 1 + client.num_workers
-        if self._nccl:
-            from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-            init = NCCLTrainerInitInfo(LOOPBACK, free_port(), world_size, rank=0)
-            self._trainer = WeightTransferTrainerFactory.trainer_init(init, client=versioned, source=self._source)
-        else:
-            init = GlooTrainerInit(0, world_size, self._bucket_bytes, self._timeout_seconds)
-            self._trainer = GlooTrainer.trainer_init(init, client=versioned, source=self._source)
-        self._client = versioned
-
-
-class _VersionedClient:
-    """The client with the version of the running push: vLLM's trainer engines finish without naming one."""
-
-    def __init__(self, client: SyncClient) -> None:
-        self.client = client
-        self.version = 0
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.client.init_weight_transfer_engine(init_info)
-
-    def start_weight_update(self) -> None:
-        self.client.start_weight_update()
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.client.update_weights(update_info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        expected = str(self.version)
-        self.client.finish_weight_update(expected)
-        found = self.client.get_weight_version()
-        if found != expected:
+        sent, expected = self._transport.send(client, version), str(version)
+        if (found := client.get_weight_version()) != expected:
             raise SyncError(f"the engine reports version {found!r} after the update to {expected!r}")
+        engine.resume()
+        return sent
 
 
 class _Broken(SyncError):

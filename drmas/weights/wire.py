@@ -1,63 +1,58 @@
-"""What both ends of the gloo weight transport agree on: the messages, the buckets, the group and the vote.
+"""What the ends of a transfer agree on: where they meet, the message, the buckets, and the checksum.
 
-An update is one control message (`GlooUpdate`, through the engine's control channel), a first vote (the workers have compared
-the message with their model, and the group still works), and then, for every bucket, one vote and one broadcast. The vote is a
-sum over all ranks of (failed, checksum): whoever found something wrong says so there, everybody stops at the same place, and
-nobody is left waiting in a collective. One more vote ends the update, so that all workers load or none does. Used by `sender`
-(rank 0) and `worker` (the ranks after it); imports torch, never vLLM.
+An update is one control message (`Update`, through the engine's control channel); its tensors travel packed in buckets, which
+every end plans for itself from the message. `digest` of the plan is what the ends compare before anything is sent. Used by
+all transports, on both sides; imports torch, never vLLM.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import socket
-import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-BACKEND = "drmas-gloo"
+BACKEND = "drmas"
+"""What vLLM calls the workers' side (`weight_transfer_config`)."""
 LOOPBACK = "127.0.0.1"
 ALIGNMENT = 16  # bytes; a float32 view must not start in the middle of an element after a bfloat16 tensor of odd length
+PAGE = 4096  # bytes; every bucket of memory that is mapped starts at a page
+
+Named = tuple[str, torch.Tensor]
 
 
-@dataclass
-class GlooInit:
-    """How a worker joins the trainer's group. A worker's rank is `rank_offset` plus its rank in the engine."""
-
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    bucket_bytes: int
-    timeout_seconds: float
-
-
-@dataclass
-class GlooUpdate:
+@dataclass(frozen=True, slots=True)
+class Update:
     """What is about to be sent, in order: Hugging Face names, torch dtype names, full shapes."""
 
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[Sequence[int]]
 
     def __post_init__(self) -> None:
-        if not len(self.names) == len(self.dtype_names) == len(self.shapes):
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
             raise ValueError(
-                f"an update of {len(self.names)} names, {len(self.dtype_names)} dtypes and {len(self.shapes)} shapes; "
+                f"an update of {len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes; "
                 "expected as many of each"
             )
 
     @classmethod
-    def of(cls, metadata: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> GlooUpdate:
+    def of(cls, metadata: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> Update:
         return cls(
             names=[name for name, _, _ in metadata],
-            dtype_names=[str(dtype).removeprefix("torch.") for _, dtype, _ in metadata],
+            dtypes=[str(dtype).removeprefix("torch.") for _, dtype, _ in metadata],
             shapes=[list(shape) for _, _, shape in metadata],
         )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,53 +65,83 @@ class Slot:
     offset: int
     num_bytes: int
 
+    def bytes_of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """[num_bytes] uint8 inside the bucket's `buffer`, without a copy."""
+        return buffer[self.offset : self.offset + self.num_bytes]
+
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The tensor inside `buffer` (uint8), without a copy."""
-        return buffer[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)
+        return self.bytes_of(buffer).view(self.dtype).view(self.shape)
+
+    def stand_in(self) -> torch.Tensor:
+        """A tensor of this kind without data."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
+    """`start`: where the bucket lies, in bytes, when all of an update are put one behind the other."""
+
     slots: tuple[Slot, ...]
+    start: int
     num_bytes: int
 
+    @property
+    def content(self) -> str:
+        """Its tensors, in words."""
+        first, last = self.slots[0].name, self.slots[-1].name
+        return first if first == last else f"{first} to {last}"
 
-def plan_buckets(update: GlooUpdate, bucket_bytes: int) -> Iterator[Bucket]:
-    """Consecutive tensors together up to `bucket_bytes`; a larger tensor gets a bucket of its own. Same on both ends."""
+
+def plan_buckets(update: Update, bucket_bytes: int) -> list[Bucket]:
+    """Consecutive tensors together up to `bucket_bytes`; a larger tensor gets a bucket of its own. Same on all ends."""
+    buckets: list[Bucket] = []
     slots: list[Slot] = []
-    end = 0
-    for name, dtype_name, shape in zip(update.names, update.dtype_names, update.shapes, strict=True):
+    start = end = 0
+    for name, dtype_name, shape in zip(update.names, update.dtypes, update.shapes, strict=True):
         dtype = getattr(torch, dtype_name)
         num_bytes = math.prod(shape) * dtype.itemsize
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        if slots and start + num_bytes > bucket_bytes:
-            yield Bucket(tuple(slots), end)
-            slots, start = [], 0
-        slots.append(Slot(name, dtype, tuple(shape), start, num_bytes))
-        end = start + num_bytes
-    if slots:
-        yield Bucket(tuple(slots), end)
+        offset = _aligned(end, ALIGNMENT)
+        if slots and offset + num_bytes > bucket_bytes:
+            buckets.append(Bucket(tuple(slots), start, end))
+            start, slots, offset = start + _aligned(end, PAGE), [], 0
+        slots.append(Slot(name, dtype, tuple(shape), offset, num_bytes))
+        end = offset + num_bytes
+    return [*buckets, Bucket(tuple(slots), start, end)] if slots else buckets
 
 
-def checksum(buffer: torch.Tensor) -> int:
-    """CRC-32 of a contiguous uint8 CPU tensor."""
-    return zlib.crc32(buffer.numpy())
+def digest(transport: str, update: Update, buckets: Sequence[Bucket]) -> int:
+    """62 bits of a hash over everything that the ends of a transfer must have in common before they start it."""
+    plan = [[bucket.start, bucket.num_bytes, *(slot.offset for slot in bucket.slots)] for bucket in buckets]
+    text = json.dumps([transport, update.to_json(), plan])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
-def free_port() -> int:
-    """A loopback port that was free a moment ago, for those who insist on binding it themselves."""
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        return listener.getsockname()[1]
+def store_at(address: str, port: int, timeout_seconds: float) -> dist.Store:
+    """The rendezvous that another process made. RuntimeError: there is none within the timeout."""
+    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+
+
+def address_towards(host: str) -> str:
+    """This host's own address as seen from `host`: that of the interface over which the system would reach it. Sends nothing.
+
+    OSError: there is no way there.
+    """
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
 
 
 class Store:
-    """The rendezvous of one group, listening on a free loopback port from its first moment (no port is guessed or lost)."""
+    """The rendezvous of one group, listening on a free port from its first moment (no port is guessed or lost)."""
 
-    def __init__(self, timeout_seconds: float) -> None:
-        listener = socket.create_server((LOOPBACK, 0))
+    def __init__(self, timeout_seconds: float, address: str = LOOPBACK) -> None:
+        """`address` is this host's, as the others see it; nothing listens on any other."""
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self.port: int = listener.getsockname()[1]
         self.store = dist.TCPStore(
-            LOOPBACK,
+            address,
             self.port,
             is_master=True,
             timeout=timedelta(seconds=timeout_seconds),
@@ -125,34 +150,5 @@ class Store:
         )
 
 
-class Group:
-    """A gloo group between one trainer (rank 0) and the engine's workers; torch's default group is left alone."""
-
-    def __init__(self, store: dist.Store, *, rank: int, world_size: int, timeout_seconds: float) -> None:
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeout_seconds)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world_size, options)
-        self._broadcast_options = dist.BroadcastOptions()
-        self._broadcast_options.rootRank = 0
-        self._broadcast_options.rootTensor = 0
-
-    @classmethod
-    def join(cls, init: GlooInit, rank: int) -> Group:
-        """A worker's way in; the trainer made the store and waits."""
-        timeout = timedelta(seconds=init.timeout_seconds)
-        store = dist.TCPStore(init.master_address, init.master_port, is_master=False, timeout=timeout)
-        return cls(store, rank=rank, world_size=init.world_size, timeout_seconds=init.timeout_seconds)
-
-    def vote(self, failed: bool, crc: int = 0) -> tuple[bool, int]:
-        """(nobody failed, the sender's checksum): a sum over the ranks, to which only the sender adds a checksum."""
-        ballot = torch.tensor([int(failed), crc], dtype=torch.int64)
-        self._group.allreduce([ballot]).wait()
-        return int(ballot[0]) == 0, int(ballot[1])
-
-    def broadcast(self, buffer: torch.Tensor) -> None:
-        """Rank 0's `buffer` (uint8) into everybody's. RuntimeError: a peer is gone, or the timeout passed."""
-        self._group.broadcast([buffer], self._broadcast_options).wait()
-
-    def close(self) -> None:
-        self._group.shutdown()
+def _aligned(end: int, unit: int) -> int:
+    return -(-end // unit) * unit

@@ -1,58 +1,90 @@
-"""The engine's side of "drmas-gloo": receive every bucket, verify, and only then load. Lives in vLLM's workers.
+"""The engine's side of every weight sync: one class that vLLM builds in each worker, on a CPU and on a GPU.
 
-All of an update is held in memory before the first layer changes, so whatever goes wrong on the way (the trainer dies, a
-bucket is corrupt, a name is wrong) leaves the model as it was. That costs one copy of the model during the update.
-vLLM builds the class through the name that `drmas.weights.plugin` registers.
+Which transport brings the tensors is the trainer's word when it connects; their receivers are in `RECEIVERS`. Here is what they
+have in common: the model is opened, loaded by vLLM's own loaders, closed, or put back. vLLM finds the class through the name
+that `drmas.weights.plugin` registers.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from drmas.weights import reload
-from drmas.weights.wire import Bucket, GlooInit, GlooUpdate, Group, checksum, plan_buckets
+from drmas.weights.receiver import BucketReceiver, Check
+from drmas.weights.shard_wire import ShardInit
+from drmas.weights.shard_worker import ShardReceiver
+from drmas.weights.wire import Named
 
 logger = logging.getLogger("vllm.drmas")
 
 
-class GlooWorker(WeightTransferEngine[GlooInit, GlooUpdate]):
+class Receiver(Protocol):
+    """What a transport does in a worker."""
+
+    def receive(self, said: dict[str, Any], check: Check) -> Iterable[Named]:
+        """The tensors of an update, as the model's loader takes them: Hugging Face names, full shapes. They are loaded in turn.
+
+        `check` judges them without data, with ValueError. What goes wrong before the first one is given out leaves the model
+        as it was. Refused: an end found a fault. RuntimeError: an end is gone or silent.
+        """
+
+    def close(self) -> None: ...
+
+
+RECEIVERS: dict[str, Callable[[dict[str, Any], int, torch.device], Receiver]] = {
+    "broadcast": BucketReceiver,
+    "shared-memory": BucketReceiver,
+    "disk": BucketReceiver,
+    "shards": lambda init, number, device: ShardReceiver(ShardInit(**init), number, device),
+}
+"""Transport -> how a worker joins the trainer: what that said, the worker's number in their meeting, its device."""
+
+
+class Worker(WeightTransferEngine[dict, dict]):
     """One worker. `whole` is False after a failure that left some layers on new weights, until an update succeeds."""
 
-    init_info_cls = GlooInit
-    update_info_cls = GlooUpdate
+    init_info_cls = dict
+    update_info_cls = dict
 
-    _group: Group | None = None
-    _bucket_bytes = 0
+    _receiver: Receiver | None = None
+    _fits: list[Any] | None = None  # what the model's loader has agreed to, of this connection
     whole = True
 
-    def init_transfer_engine(self, init_info: GlooInit) -> None:
-        """Join the trainer's group; an older group is left first."""
+    def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Join the trainer; an older connection is left first. ValueError: its transport isn't known here."""
         self.shutdown()
+        self._fits = None
+        transport = init_info.get("transport")
+        if transport not in RECEIVERS:
+            raise ValueError(f"the trainer's transport is {transport!r}; expected one of {', '.join(RECEIVERS)}")
         parallel = self.parallel_config
-        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
-        self._bucket_bytes = init_info.bucket_bytes
-        self._group = Group.join(init_info, rank)
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._receiver = RECEIVERS[transport](init_info, init_info["rank_offset"] + rank, self.device)
+
+    def stage(self, said: dict[str, Any]) -> None:
+        """Begin to take an update while the engine goes on; `receive_weights` takes it from there. Returns at once."""
+        self._connected().stage(said)
 
     def start_weight_update(self) -> None:
         reload.start(self.model)
 
-    def receive_weights(self, update_info: GlooUpdate) -> None:
+    def receive_weights(self, update_info: dict[str, Any]) -> None:
         """Take a whole update from the trainer. On any error the model is closed again and, if possible, as it was.
 
-        ValueError: the update doesn't fit the model. RuntimeError: it arrived corrupt, or the trainer stopped or vanished.
+        Refused: an end found a fault. RuntimeError: the trainer or another worker is gone or silent.
         """
         started = time.perf_counter()
         try:
-            received = self._receive(update_info)
+            tensors = self._connected().receive(update_info, self._check)
             arrived = time.perf_counter()
-            self._load(received)
+            self._load(tensors)
         except Exception:
             self.abort()
             raise
@@ -66,56 +98,45 @@ class GlooWorker(WeightTransferEngine[GlooInit, GlooUpdate]):
         self.whole = reload.abort(self.model, self.model_config) and self.whole
 
     def shutdown(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
-    def _check(self, tensors: Iterable[reload.Described]) -> None:
-        """ValueError: the update doesn't fit the model."""
+    def _check(self, tensors: Iterable[Named]) -> None:
+        """ValueError: the update doesn't fit the model. The loader is asked again only where something isn't as before."""
+        tensors = list(tensors)
+        described = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors]
+        if described != self._fits:
+            self._fits = None
+            self._judge(tensors)
+            self._fits = described
+
+    def _judge(self, tensors: Iterable[Named]) -> None:
         reload.check(self.model, self.model_config, tensors)
 
-    def _load(self, received: list[tuple[Bucket, torch.Tensor]]) -> None:
-        """Take over what arrived whole; buffers are given back one by one."""
-        while received:
-            bucket, buffer = received.pop(0)
-            self.model.load_weights([(slot.name, slot.view(buffer)) for slot in bucket.slots])
+    def _load(self, tensors: Iterator[Named]) -> None:
+        self.model.load_weights(tensors)
 
-    def _receive(self, update: GlooUpdate) -> list[tuple[Bucket, torch.Tensor]]:
-        if self._group is None:
+    def _connected(self) -> Receiver:
+        if self._receiver is None:
             raise RuntimeError("no trainer is connected; init_weight_transfer_engine comes first")
-        buckets = list(plan_buckets(update, self._bucket_bytes))
-        fault: Exception | None = self._fault(buckets)
-        received = []
-        self._vote(fault)
-        for bucket in buckets:
-            crc = self._vote(fault)
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-            self._group.broadcast(buffer)
-            received.append((bucket, buffer))
-            if checksum(buffer) != crc:
-                first, last = bucket.slots[0].name, bucket.slots[-1].name
-                fault = RuntimeError(f"the weights from {first} to {last} arrived corrupt: CRC {checksum(buffer)}, sent {crc}")
-        self._vote(fault)
-        return received
-
-    def _vote(self, fault: Exception | None) -> int:
-        """The sender's checksum, where nobody found a fault; else that fault, or word of another's."""
-        going_on, crc = self._group.vote(fault is not None)
-        if not going_on:
-            raise fault or RuntimeError("the trainer or another worker stopped the update")
-        return crc
-
-    def _fault(self, buckets: list[Bucket]) -> ValueError | None:
-        slots = (slot for bucket in buckets for slot in bucket.slots)
-        try:
-            self._check((slot.name, slot.dtype, slot.shape) for slot in slots)
-        except ValueError as error:
-            return error
-        return None
+        return self._receiver
 
 
 class WorkerExtension:
     """Mixed into vLLM's worker by its option `worker_extension_cls`: what the control protocol lacks."""
+
+    def answered(self, method: str, args: tuple[Any, ...]) -> tuple[Any, str]:
+        """(what `method` returned, "") or (None, what went wrong)."""
+        try:
+            return getattr(self, method)(*args), ""
+        except Exception as error:
+            logger.exception("weights: %s failed", method)
+            return None, f"{type(error).__name__}: {error}"
+
+    def stage_weights(self, said: dict[str, Any]) -> None:
+        """Take an update beside the engine's work; `update_weights` loads it."""
+        self.weight_transfer_engine.stage(said)
 
     def abort_weight_update(self) -> bool:
         """End an update that was started and can't be finished. True where the model is whole, with its old weights."""
@@ -123,12 +144,9 @@ class WorkerExtension:
         if self._weight_update_active:
             self._weight_update_active = False
             with set_current_vllm_config(self.vllm_config):
-                if isinstance(transfer, GlooWorker):
-                    transfer.abort()
-                else:
-                    transfer.whole = reload.abort(transfer.model, transfer.model_config) and getattr(transfer, "whole", True)
+                transfer.abort()
             transfer.reset_weight_update_target()
-        return getattr(transfer, "whole", False)  # a stock backend that failed by itself doesn't say what it left behind
+        return transfer.whole
 
     def open_adapters(self, config: dict[str, Any]) -> None:
         """Expect adapters of PEFT's `config` from now on; until the first update they are zero."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from drmas.cli import doctor
-from drmas.cli.doctor import Check, Diagnosis, available_memory, diagnose, render, render_json
+from drmas.cli.doctor import Check, Diagnosis, diagnose, render, render_json
 from drmas_kernels.backend import OPS
 
 GOOD = {
@@ -132,13 +132,6 @@ def test_the_json_says_the_same(installed):
     assert answer["ready"] is False
     assert answer["reasons"] == found.reasons
     assert [check["part"] for check in answer["checks"]] == [check.part for check in found.checks]
-
-
-def test_memory_is_what_new_processes_can_take(tmp_path):
-    path = tmp_path / "meminfo"
-    path.write_text("MemTotal:  2000 kB\nMemFree:  100 kB\nMemAvailable:  1500 kB\n")
-    assert available_memory(path) == 1500 * 1024
-    assert available_memory(tmp_path / "nowhere") is None
 
 
 def test_the_real_machine_can_be_looked_at():

@@ -79,7 +79,7 @@ def here(tmp_path, model, monkeypatch) -> Path:
     (tmp_path / "tasks.jsonl").write_text("".join(f"{json.dumps(task)}\n" for task in tasks))
     shutil.copytree(model, tmp_path / "start")
 
-    def engine(name, config, *, model_path, log_dir, seed, deterministic, replica=None, lora=None) -> ScriptedEngine:
+    def engine(name, config, *, model_path, log_dir, seed, deterministic, **unused) -> ScriptedEngine:
         def answer(prompt: str, key: str) -> str:
             if name == "judge":
                 return "yes"

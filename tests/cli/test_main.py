@@ -80,9 +80,14 @@ def test_train_hands_configuration_and_switches_to_the_run(call, monkeypatch):
     fake = ModuleType("drmas.runtime.run")
     fake.train = lambda config, **switches: seen.update(switches, steps=config.train.steps, lr=config.policies["main"].lr)
     monkeypatch.setitem(sys.modules, "drmas.runtime.run", fake)
-    status, _, err = call("train", "quickstart", "--train.steps", "3", "--resume", "--policies.main.lr=2e-5", "--dry-run")
+    hosts = ("--gpus-per-host", "4", "--gpu-memory-gib", "79.6")
+    status, _, err = call(
+        "train", "quickstart", "--train.steps", "3", "--resume", "--policies.main.lr=2e-5", "--dry-run", *hosts
+    )
     assert (status, err) == (0, "")
-    assert seen == {"resume": True, "overwrite": False, "dry_run": True, "steps": 3, "lr": 2e-5}
+    told = {"gpus_per_host": 4, "gpu_memory_gib": 79.6}
+    switches = {"resume": True, "overwrite": False, "auto_resume": False, "dry_run": True} | told
+    assert seen == switches | {"steps": 3, "lr": 2e-5}
 
 
 def test_config_explain(call):

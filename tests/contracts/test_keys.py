@@ -1,21 +1,28 @@
-"""Every configuration key that a document or recipe writes exists (and its value fits)."""
+"""Every configuration key and option that a document, a launcher or a recipe writes exists (and its value fits)."""
 
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer
 
 from drmas.agents.team import check_policies, load_team
+from drmas.cli.main import app
 from drmas.config.keys import find
 from drmas.config.load import load, recipes
 from drmas.core.estimators import ESTIMATORS, resolve
 
-SWITCHES = {
-    *("ranks", "dry-run", "resume", "overwrite", "list", "profile", "json", "rows", "step", "help"),
-    *("policy", "output", "adapter", "model", "checkpoint", "samples", "ablate"),
-}
-"""Options of the commands themselves."""
+COMMANDS = {name or info.callback.__name__.strip("_") for info in app.registered_commands for name in [info.name]} | {"config"}
+
+
+CALL = re.compile(rf"\bdrmas(\.cli)? ({'|'.join(sorted(COMMANDS))})\b")
+SECTIONS = ("policies", "team", "data", "rollout", "advantage", "loss", "train", "cluster", "checkpoint", "telemetry")
+
+
+def launchers(root: Path) -> list[Path]:
+    return [path for kind in ("sh", "sbatch", "yaml", "yml", "md") for path in sorted((root / "launchers").rglob(f"*.{kind}"))]
 
 
 def documents(root: Path) -> list[Path]:
@@ -26,13 +33,21 @@ def documents(root: Path) -> list[Path]:
 def drmas_commands(text: str) -> list[str]:
     """The command lines that call drmas, continuation lines joined."""
     joined = re.sub(r"\s*\\\n\s*", " ", text)
-    commands = r"\bdrmas(\.cli)? (train|eval|inspect|config|export|import)\b"
-    return [line for line in joined.splitlines() if re.search(commands, line)]
+    return [line for line in joined.splitlines() if CALL.search(line)]
+
+
+@cache
+def options() -> set[str]:
+    """Those of the commands themselves, without dashes. (Of all, since a line of prose may speak of several.)"""
+    commands = typer.main.get_command(app).commands.values()
+    parts = [part for command in commands for part in (command, *getattr(command, "commands", {}).values())]
+    return {"help"} | {name.lstrip("-") for part in parts for parameter in part.params for name in parameter.opts}
 
 
 def flags(line: str) -> list[str]:
-    after = line[re.search(r"\bdrmas(\.cli)? ", line).end() :]
-    return [flag for flag in re.findall(r"--([A-Za-z_][\w.-]*)", after) if flag not in SWITCHES]
+    """What a command line has beside options of the commands: keys of the configuration."""
+    after = line[CALL.search(line).end() :]
+    return [flag for flag in re.findall(r"--([A-Za-z_][\w.-]*)", after) if flag not in options()]
 
 
 def toml_keys(table: dict, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -64,6 +79,19 @@ def test_flags_in_documents_exist(root):
                 check(flag)
 
 
+def test_keys_and_options_in_launchers_exist(root):
+    seen = set()
+    for path in launchers(root):
+        text = path.read_text(encoding="utf-8")
+        for line in drmas_commands(text):
+            for flag in flags(line):
+                check(flag)
+        for key in re.findall(rf"\b((?:{'|'.join(SECTIONS)})\.[A-Za-z][\w.-]*\w)", text):
+            check(key)
+            seen.add(key)
+    assert {"cluster.engine_hosts", "cluster.host_timeout_seconds", "telemetry.metrics_port"} <= seen
+
+
 def test_toml_blocks_in_documents_exist(root):
     for path in documents(root):
         for block in re.findall(r"```toml\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
@@ -76,6 +104,8 @@ def test_toml_blocks_in_documents_exist(root):
 
 def test_the_check_itself_can_fail():
     assert flags("drmas train quickstart --train.stpes 3 --resume") == ["train.stpes"]
+    assert flags("drmas serve-engines --host a --port 1 --gpu 0-3") == ["gpu"]
+    assert flags("drmas launch slurm quickstart --nodes 2 --engine-hosts 1") == ["engine-hosts"]
     with pytest.raises(AssertionError, match=r"train\.stpes"):
         check("train.stpes")
     with pytest.raises(AssertionError, match=r"team\.slover"):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from drmas.core.batching import TokenCost, plan_microbatches, split_updates, token_weights
 from drmas.core.prefixes import PrefixOrder
+from tests.core.plain_plan import plain_plan
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=80)
 COST = TokenCost(token=810_000_000, pair=210_000, response=170_000_000)
@@ -67,6 +68,31 @@ def test_every_row_once_within_the_budget_and_as_many_microbatches_on_every_rank
     for rank in plan:
         for microbatch in rank:
             assert len(microbatch) < 2 or computed([rows[i] for i in microbatch], share)[0] <= budget
+
+
+@given(rows_that_start_alike(), st.integers(1, 300), st.integers(1, 5), st.booleans(), st.sampled_from([1, 2**55]), st.data())
+@PROPERTY
+def test_the_plan_is_the_one_that_plain_loops_make(make_row, ids, budget, num_ranks, share, scale, data):
+    ends = [data.draw(st.integers(1, len(each) - 1)) for each in ids]
+    rows = [
+        replace(make_row(), prompt_ids=each[:end], response_ids=each[end:]) for each, end in zip(ids, ends, strict=True)
+    ] or [make_row()]
+    options = {"budget": budget, "num_ranks": num_ranks, "cost": TokenCost(*(scale * part for part in COST))}
+    plan = plan_microbatches(rows, **options, share_prefixes=share)
+    assert plan == plain_plan(rows, **options, share_prefixes=share)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("num_ranks", "budget"), [(1, 8192), (4, 2048), (64, 16384)])
+def test_the_plan_of_many_rows_is_the_one_that_plain_loops_make(make_row, num_ranks, budget, share):
+    """Groups under two system prompts, every episode a second turn that goes on where the first ended."""
+    rows = []
+    for i, row in enumerate(long_tailed(make_row, seed=num_ranks, groups=60)):
+        first = replace(row, prompt_ids=[i % 16 // 8] * 40 + row.prompt_ids)
+        second = replace(row, prompt_ids=first.prompt_ids + first.response_ids, response_ids=row.response_ids[:50])
+        rows += [first, second]
+    options = {"budget": budget, "num_ranks": num_ranks, "cost": COST, "share_prefixes": share}
+    assert plan_microbatches(rows, **options) == plain_plan(rows, **options)
 
 
 @given(rows_that_start_alike(), st.randoms(use_true_random=False), st.booleans())

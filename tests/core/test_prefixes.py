@@ -1,8 +1,11 @@
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drmas.core import prefixes
 from drmas.core.prefixes import LEAST_SHARED, PrefixOrder, Segment
+from tests.core.plain_plan import Order
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=200)
 PIECES = st.lists(st.tuples(st.sampled_from([0, 1, 257]), st.sampled_from([1, 5, 15, 16, 17, 40])), min_size=1, max_size=5)
@@ -59,6 +62,38 @@ def test_some_of_the_rows_are_ordered_as_if_they_were_alone(rows, data):
     alone = PrefixOrder.of([rows[row] for row in taken.rows])
     assert np.array_equal(taken.lengths, alone.lengths)
     assert np.array_equal(taken.common, alone.common)
+
+
+@given(ROWS, st.data())
+@PROPERTY
+def test_blocks_share_nothing_with_each_other(rows, data):
+    order = PrefixOrder.of(rows)
+    places = st.sets(st.sampled_from(range(len(rows))), min_size=1).map(sorted) if rows else st.just([])
+    blocks = data.draw(st.lists(places, min_size=1, max_size=4)) if rows else [[]]
+    starts = np.cumsum([0, *map(len, blocks[:-1])])
+    taken, alone = order.take([place for block in blocks for place in block], starts), [order.take(block) for block in blocks]
+    for name in ("rows", "lengths", "common", "shared"):
+        assert np.array_equal(getattr(taken, name), np.concatenate([getattr(each, name) for each in alone]))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 128])
+@given(ROWS, st.data())
+@PROPERTY
+def test_rows_are_read_as_far_as_it_takes(chunk, rows, data):
+    """As sorted and compared by all of their ids, wherever prompts end and however many are read at first."""
+    ends = [data.draw(st.integers(0, len(row))) for row in rows]
+    prompts = [row[:end] for row, end in zip(rows, ends, strict=True)]
+    responses = [[*row[end:], 7] for row, end in zip(rows, ends, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "_CHUNK", chunk)
+        found, expected = PrefixOrder.of_turns(prompts, responses), Order.of(rows)
+    for name in ("rows", "lengths", "common", "shared"):
+        assert getattr(found, name).tolist() == getattr(expected, name)
+
+
+def test_ids_of_four_bytes_are_ordered_by_their_bytes():
+    rows = [[2**32 - 1, 1], [256, 1], [1, 2], [256], []]
+    assert PrefixOrder.of(rows).rows.tolist() == [4, 3, 1, 2, 0]  # 256 has its lowest byte first: 0
 
 
 @given(ROWS)

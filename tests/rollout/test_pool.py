@@ -249,6 +249,28 @@ async def test_a_pool_pauses_and_counts_as_one_engine(plain_tokenizer) -> None:
     pool.close()
 
 
+async def test_a_pool_sleeps_and_wakes_as_one_and_a_dead_replica_is_told_when_all_others_did(plain_tokenizer) -> None:
+    pool = pool_of(plain_tokenizer, 3)
+    first, second, third = pool.engines
+    await ask(pool, "e/000/a")
+    pool.sleep()
+    assert [engine.asleep for engine in pool.engines] == [{"weights", "cache"}] * 3
+    assert not pool._routes.of  # its prefixes are gone
+    with pytest.raises(EngineError, match="asleep"):
+        await ask(pool, "e/000/a")
+    pool.wake(cache=False)
+    assert [engine.asleep for engine in pool.engines] == [{"cache"}] * 3
+    second.die()
+    for call in (pool.wake, pool.sleep):
+        with pytest.raises(EngineDied):
+            call()
+    assert first.asleep == third.asleep == {"weights", "cache"}
+    pool.start()  # the dead one alone, awake
+    assert [engine.asleep for engine in pool.engines] == [{"weights", "cache"}, set(), {"weights", "cache"}]
+    pool.wake()
+    assert (await ask(pool, "e/000/a")).finish_reason == "stop"
+
+
 def test_replicas_that_do_not_come_up_are_named_and_the_others_stay(plain_tokenizer) -> None:
     pool = pool_of(plain_tokenizer, 3)
     pool.close()

@@ -84,6 +84,51 @@ async def test_nothing_is_served_while_paused(free) -> None:
     assert (await waiting).finish_reason == "stop"
 
 
+async def test_asleep_it_refuses_requests_and_keeps_those_in_flight_until_it_has_its_cache_again(plain_tokenizer) -> None:
+    engine = ScriptedEngine(plain_tokenizer, ["a"], deterministic=False, seconds=lambda prompt, key: 0.001)
+    waiting = asyncio.create_task(ask(engine, [5], key="early"))
+    await asyncio.sleep(0)
+    engine.sleep()
+    engine.sleep()  # harmless
+    with pytest.raises(EngineError, match="late: the scripted engine is asleep; wake it first"):
+        await ask(engine, [5], key="late")
+    with pytest.raises(EngineError, match="wake its weights before an update"):
+        engine.sync_client.finish_weight_update("1")
+    engine.wake(cache=False)
+    engine.pause()
+    engine.sync_client.finish_weight_update("1")
+    engine.resume()
+    await asyncio.sleep(0.01)  # its time is over, and it must not end
+    assert not waiting.done()
+    with pytest.raises(EngineError, match="asleep"):
+        await ask(engine, [5], key="late")
+    engine.wake()
+    engine.wake()
+    assert (await waiting).finish_reason == "stop"
+    assert (await ask(engine, [5], key="late")).versions[0] == 1
+
+
+async def test_a_pause_outlasts_a_sleep_and_a_death_ends_it(plain_tokenizer) -> None:
+    engine = ScriptedEngine(plain_tokenizer, ["a"])
+    engine.pause()
+    engine.sleep()
+    engine.wake()
+    waiting = asyncio.create_task(ask(engine, [5]))
+    await asyncio.sleep(0)
+    assert await engine.advance() == []
+    engine.resume()
+    assert await engine.advance() == ["k"]
+    await waiting
+    engine.sleep()
+    engine.die()
+    for call in (engine.sleep, engine.wake):
+        with pytest.raises(EngineDied):
+            call()
+    engine.start()
+    asyncio.get_running_loop().call_soon(asyncio.create_task, engine.advance())
+    assert (await ask(engine, [5])).finish_reason == "stop"
+
+
 async def test_an_advance_decodes_to_the_end_of_the_shortest(plain_tokenizer) -> None:
     engine = ScriptedEngine(plain_tokenizer, lambda prompt, key: key)
     tasks = {key: asyncio.create_task(ask(engine, [5], key=key)) for key in ("ccc", "a", "bb", "z")}

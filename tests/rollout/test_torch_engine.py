@@ -12,6 +12,7 @@ from drmas.errors import EngineDied, EngineError, EngineStartError, SyncError
 from drmas.rollout.engine import Sampling
 from drmas.rollout.torch_engine import TorchEngine, nucleus
 from drmas.weights.sync import WeightSync
+from drmas.weights.transport import InProcess
 
 CONFIG = EngineConfig(backend="torch", max_model_tokens=64, max_concurrent=16)
 PROMPTS = [[7, 8, 9], [20, 21], [30, 31, 32, 33, 34, 35]]
@@ -160,7 +161,7 @@ async def test_I10_a_push_gives_the_engine_the_trainers_weights_and_version(engi
     before = (await generate_all(engine, [([7, 8], Sampling(max_tokens=4), 1)]))[0]
     noise = torch.manual_seed(0)
     changed = {name: tensor + 0.05 * torch.randn(tensor.shape, generator=noise) for name, tensor in weights.items()}
-    sync = WeightSync(engine, Weights(changed), is_sender=True)
+    sync = WeightSync(engine, InProcess(Weights(changed)))
     result = sync.push(3)
     assert result.bytes == sum(tensor.numel() * 4 for tensor in changed.values())
     after = (await generate_all(engine, [([7, 8], Sampling(max_tokens=4), 1)]))[0]
@@ -184,7 +185,7 @@ async def test_a_push_that_fails_changes_nothing_and_the_engine_goes_on(engine, 
     else:
         tensors[last] = tensors[last][:1]
     with pytest.raises(SyncError):
-        WeightSync(engine, Weights(tensors), is_sender=True).push(1)
+        WeightSync(engine, InProcess(Weights(tensors))).push(1)
     assert (await generate_all(engine, [([7, 8], Sampling(max_tokens=4), 1)]))[0] == before
     assert engine.version == 0
 
@@ -203,7 +204,7 @@ async def test_I2_no_token_of_a_batch_is_sampled_after_its_weights_have_changed(
     ]
     while not engine._computing.locked():
         await asyncio.sleep(0)
-    sync = WeightSync(engine, Weights(zero), is_sender=True)
+    sync = WeightSync(engine, InProcess(Weights(zero)))
     await asyncio.get_running_loop().run_in_executor(None, sync.push, 1)
     done = [await task for task in waiting]
     assert {version for each in done for version in each.versions} == {0}

@@ -11,7 +11,8 @@ from drmas.rollout.vllm_loop import EngineLoop
 
 
 class FakeEngine:
-    """Finishes a request after as many steps as its prompt has tokens. `whole` is what its workers say about their weights."""
+    """Finishes a request after as many steps as its prompt has tokens. `whole` is what its workers say about their weights,
+    `troubles` what they say instead."""
 
     def __init__(self) -> None:
         self.steps_left: dict[str, int] = {}
@@ -19,6 +20,7 @@ class FakeEngine:
         self.adapters: list[LoRARequest | None] = []
         self.calls: list[str] = []
         self.whole = [True]
+        self.troubles: list[str] = []
         self.version = ""
 
     def add_request(self, number, prompt, params, lora_request):
@@ -49,9 +51,17 @@ class FakeEngine:
         self.calls.append("reset")
         return reset_running_requests
 
-    def collective_rpc(self, method, args=()):
+    def collective_rpc(self, answered, args):
+        assert answered == "answered"  # a worker that raises leaves the others' answers unread
+        method, _ = args
         self.calls.append(method)
-        return self.whole
+        return [(None, trouble) for trouble in self.troubles] or [(each, "") for each in self.whole]
+
+    def sleep(self, level, mode):
+        self.calls.append(f"sleep {level} {mode}")
+
+    def wake_up(self, tags):
+        self.calls.append(f"wake {' '.join(tags)}")
 
     def set_weight_version(self, version):
         self.version = version
@@ -169,6 +179,52 @@ def test_trap_4_after_an_abort_only_whole_weights_may_run(whole):
     assert "error" not in channel.sent[7]
 
 
+def test_asleep_nothing_steps_and_an_update_needs_the_weights_awake():
+    messages = [
+        request(1, "a", 1),
+        control(2, "sleep"),
+        control(3, "sleep"),  # harmless
+        control(4, "pause"),
+        control(5, "start_weight_update"),
+        control(6, "wake", False),
+        control(7, "start_weight_update"),
+        control(8, "sleep"),
+        control(9, "finish_weight_update", "8"),
+        control(10, "resume"),
+        control(11, "wake", True),
+        control(12, "wake", True),
+    ]
+    for deterministic, more in ((True, [{"do": "advance", "id": 13}]), (False, [request(14, "b", 1)])):
+        engine, sent = run(
+            [*messages[1:], messages[0], *more] if deterministic else [*messages[1:], *more], deterministic=deterministic
+        )
+        errors = {message["id"]: message["error"] for message in sent if "error" in message}
+        assert errors.keys() == {5, 8}
+        assert "sleeps; wake its weights first" in errors[5]
+        assert "sleep during a weight update" in errors[8]
+        assert [call for call in engine.calls if call.startswith(("sleep", "wake", "start"))] == [
+            "sleep 1 keep",
+            "wake weights",
+            "start_weight_update",
+            "wake kv_cache",
+        ]
+        assert sent[-1]["answers"][0]["result"]["versions"] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("more", "left"),
+    [
+        ([control(3, "wake", False)], {"1": 2}),
+        ([control(3, "wake", True)], {}),
+        ([control(3, "pause"), control(4, "wake", True)], {"1": 2}),
+        ([control(3, "pause"), control(4, "wake", True), control(5, "resume")], {}),
+    ],
+)
+def test_what_it_has_waits_until_it_is_awake_and_a_pause_is_another_thing(more, left):
+    engine, _ = run([control(2, "sleep"), request(1, "a", 2), *more], deterministic=False)
+    assert engine.steps_left == left
+
+
 def test_adapters_keep_one_number_and_a_name_of_their_version():
     update = [
         control(2, "pause"),
@@ -182,3 +238,11 @@ def test_adapters_keep_one_number_and_a_name_of_their_version():
     assert [(each.lora_int_id, each.lora_name) for each in engine.adapters] == [(1, "version 7"), (1, "version 8")]
     engine, _ = run(messages)
     assert engine.adapters == [None, None]
+
+
+def test_workers_answer_with_their_errors_and_each_is_reported_once():
+    engine, channel = FakeEngine(), FakeChannel([control(2, "update_weights", {}), control(3, "get_weight_version")])
+    loop = EngineLoop(engine, channel, deterministic=True, version=7)
+    engine.troubles = ["Refused: worker 1: é", "Refused: worker 1: é", "ValueError: no room"]
+    loop.run()
+    assert channel.sent == [{"id": 2, "error": "Refused: worker 1: é; ValueError: no room"}, {"id": 3, "result": "7"}]

@@ -25,8 +25,8 @@ from drmas.telemetry.alarms import Alarms, read_alarms
 from drmas.telemetry.console import Console
 from drmas.telemetry.sinks import MetricsLog, read_metrics
 from drmas.telemetry.trace import Profile
-from drmas.weights.relay import relayed
 from drmas.weights.sync import WeightSync
+from drmas.weights.transport import Idle
 
 GAP = {"logprob_gap_mean": 0.0, "logprob_gap_max": 0.0}
 
@@ -140,13 +140,12 @@ class Loop:
             alarms=Alarms(config.telemetry.alarms),
             console=console,
         )
-        nothing = relayed(None, None, device=None)
         self.controller = Controller(
             self.config,
             estimator=estimator,
             policies=self.policies,
             temperatures={name: agent.temperature for name, agent in loaded.agents.items()},
-            syncs={name: WeightSync(engine, nothing, is_sender=True) for name, engine in self.engines.items()},
+            syncs={name: WeightSync(engine, Idle()) for name, engine in self.engines.items()},
             driver=driver,
             share=Broadcast(),
             checkpoints=self.checkpoints,
@@ -165,10 +164,13 @@ def loop(config: RunConfig, tmp_path: Path, plain_tokenizer):
     """loop(writer, critic, steps=..., ...): a loop over two tasks of two samples each in a folder of its own."""
     opened = []
 
-    def build(writer, critic, *, steps: int, checkpoint=(), **more) -> Loop:
+    def build(writer, critic, *, steps: int, checkpoint=(), sleep: bool = False, **more) -> Loop:
         train = config.train.model_copy(update={"steps": steps, "updates_per_step": more.pop("updates_per_step", 1)})
         changes = {"train": train, "checkpoint": config.checkpoint.model_copy(update=dict(checkpoint))}
         changes["rollout"] = config.rollout.model_copy(update=more.pop("rollout", {}))
+        main = config.policies["main"]
+        engine = main.engine.model_copy(update={"gpus": "shared", "sleep": sleep})
+        changes["policies"] = {"main": main.model_copy(update={"engine": engine})}
         opened.append(Loop(config.model_copy(update=changes), tmp_path, plain_tokenizer, writer, critic, **more))
         return opened[-1]
 
@@ -382,3 +384,121 @@ def test_I11_a_frozen_policy_is_measured_also_where_its_rows_have_no_advantage(l
     assert (metrics["rollout/fixer/logprob_gap_mean"], metrics["rollout/fixer/frozen"]) == (0.0, 4)
     assert (metrics["advantage/fixer/without_baseline"], metrics["rollout/probe_episodes"]) == (4, 2)
     assert metrics["alarms/count"] == 0
+
+
+def record_calls(made: Loop, monkeypatch) -> list[str]:
+    """What happens to the engine of policy main, and around it, in order."""
+    calls: list[str] = []
+    engine, policy, sync = made.engines["main"], made.policies["main"], made.controller.syncs["main"]
+
+    def noted(owner, name: str, said: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            calls.append(said + ("" if kwargs.get("cache", True) else " weights"))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for name in ("sleep", "wake", "start"):
+        noted(engine, name, name)
+    noted(policy, "update", "update")
+    noted(sync, "push", "push")
+    noted(made.checkpoints, "save", "save")
+    monkeypatch.setattr("drmas.runtime.controller.trim", lambda: calls.append("trim"))
+    rule = engine._rule
+    engine._rule = lambda prompt, key: calls.append("answer") or rule(prompt, key)
+    return calls
+
+
+def once(calls: list[str]) -> list[str]:
+    """Without repetitions next to each other."""
+    return [call for i, call in enumerate(calls) if call != calls[i - 1] or i == 0]
+
+
+def test_an_engine_sleeps_from_the_last_episode_to_the_sync_and_its_cache_to_the_next_step(loop, monkeypatch) -> None:
+    made = loop(total_or_more, odd, steps=2, sleep=True, checkpoint={"every_steps": 1})
+    calls = record_calls(made, monkeypatch)
+    made.controller.run(1)
+    step = ["trim", "wake", "answer", "sleep", "update", "trim", "wake weights", "push", "save"]
+    assert once(calls) == step * 2
+    assert made.engines["main"].asleep == {"cache"}  # nobody asks it any more
+    assert made.engines["main"].version == 2
+
+
+def test_an_update_that_changed_nothing_wakes_the_engine_all_the_same(loop, monkeypatch) -> None:
+    made = loop(total_or_more, odd, steps=3, sleep=True, not_finite={1, 2, 3})
+    calls = record_calls(made, monkeypatch)
+    made.controller.run(1)
+    assert once(calls) == ["trim", "wake", "answer", "sleep", "update", "trim", "wake weights"] * 2 + [
+        *("trim", "wake", "answer", "sleep", "update", "trim", "wake weights", "save")
+    ]  # fmt: skip
+    assert made.engines["main"].version == 0
+
+
+def test_without_sleep_nobody_is_told_to(loop, monkeypatch) -> None:
+    made = loop(total_or_more, odd, steps=2)
+    calls = record_calls(made, monkeypatch)
+    made.controller.run(1)
+    assert not {"trim", "sleep", "wake", "wake weights"} & set(calls)
+
+
+def test_sleep_changes_no_row(loop, tmp_path: Path) -> None:
+    rows = []
+    for sleep in (False, True):
+        made = loop(total_or_more, odd, steps=3, sleep=sleep)
+        made.controller.run(1)
+        rows.append(
+            [(row.task, row.response_ids, row.versions) for batch in made.policies["main"].batches for row in batch.rows]
+        )
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("when", ["update", "wake"])
+def test_one_that_dies_asleep_is_started_again_and_gets_its_weights(loop, monkeypatch, when) -> None:
+    made = loop(total_or_more, odd, steps=3, sleep=True)
+    engine, calls = made.engines["main"], record_calls(made, monkeypatch)
+    original, done = {"update": made.policies["main"].update, "wake": engine.wake}[when], []
+
+    def die_once(*args, **kwargs):
+        if len(calls) > 10 and not done:
+            done.append(engine.die())
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(made.policies["main"] if when == "update" else engine, when, die_once)
+    made.controller.run(1)
+    assert done
+    assert calls.count("start") == 1
+    assert engine.version == 3
+    after = calls[calls.index("start") :]
+    assert after[:2] == ["start", "push"]
+    assert len(made.policies["main"].batches) == 3
+
+
+def test_one_that_can_not_be_woken_ends_the_run_and_what_was_trained_is_kept(loop, monkeypatch) -> None:
+    made = loop(total_or_more, odd, steps=3, sleep=True)
+
+    def out_of_memory(*, cache: bool = True) -> None:
+        if not cache:
+            raise EngineError("engine main: RuntimeError: CUDA Error: out of memory")
+
+    monkeypatch.setattr(made.engines["main"], "wake", out_of_memory)
+    with pytest.raises(RolloutError, match="the engine of policy 'main' can't wake: engine main: RuntimeError: CUDA Error"):
+        made.controller.run(1)
+    assert [(step, policies) for step, policies, *_ in made.checkpoints.saved] == [(1, ["main", "other"])]
+
+
+def test_one_that_can_not_sleep_ends_the_run_with_the_step_before(loop, monkeypatch) -> None:
+    made = loop(total_or_more, odd, steps=3, sleep=True)
+    original, slept = made.engines["main"].sleep, []
+
+    def sleep() -> None:
+        slept.append(1)
+        if len(slept) == 2:
+            raise EngineError("Memory usage increased after sleeping.")
+        original()
+
+    monkeypatch.setattr(made.engines["main"], "sleep", sleep)
+    with pytest.raises(RolloutError, match="the engine of policy 'main' can't sleep: Memory usage increased"):
+        made.controller.run(1)
+    assert [step for step, *_ in made.checkpoints.saved] == [1]

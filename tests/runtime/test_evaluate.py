@@ -280,7 +280,7 @@ def test_I9_an_engine_that_goes_on_to_the_next_team_forgets_its_prefixes_first(c
             return note
 
     engine = config().policies["main"].engine
-    voices = {name: Voice("main", engine, tmp_path) for name in ("main", "base")}
+    voices = {name: Voice("main", engine, tmp_path, ()) for name in ("main", "base")}
     plan = [{"main"}, {"main", "base"}, {"base"}]
     with Engines(lambda name, *_: Noting(name), voices, config(), tmp_path, plan=plan) as engines:
         for names in plan:
@@ -505,7 +505,7 @@ def test_an_engine_that_does_not_start_is_closed_with_the_others(config, tmp_pat
             closed.append(self.name)
 
     engine = config().policies["main"].engine
-    voices = {name: Voice(name, engine, tmp_path) for name in ("first", "second")}
+    voices = {name: Voice(name, engine, tmp_path, ()) for name in ("first", "second")}
 
     def start() -> None:
         with Engines(lambda name, *_: Broken(name), voices, config(), tmp_path, plan=[voices.keys()]) as engines:

@@ -101,6 +101,39 @@ def test_a_folder_that_is_no_run_is_never_touched(config) -> None:
     assert (folder / "chapter.txt").read_text() == "years of work"
 
 
+def test_auto_resume_goes_on_where_there_is_a_run_and_starts_where_there_is_none(config) -> None:
+    first = RunFolder(config)
+    assert first.open(resume=False, overwrite=False, auto_resume=True) is False
+    first.settle()
+    first.close()
+    (first.path / "warm_start").mkdir()
+    killed_early = RunFolder(config)  # before its first step: nothing to go on from
+    assert killed_early.open(resume=False, overwrite=False, auto_resume=True) is False
+    assert (first.path / "warm_start").exists()
+    killed_early.settle()
+    killed_early.close()
+    (first.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    again = RunFolder(config)
+    assert again.open(resume=False, overwrite=False, auto_resume=True) is True
+    again.close()
+    assert (first.path / "metrics.jsonl").exists()
+
+
+def test_auto_resume_of_another_run_is_refused(config) -> None:
+    with_results(RunFolder(config))
+    other = RunFolder(config.model_copy(update={"seed": 9}))
+    with pytest.raises(CheckpointError, match="seed is 9 but the run to resume has 0"):
+        other.open(resume=False, overwrite=False, auto_resume=True)
+    other.close()
+
+
+@pytest.mark.parametrize("flags", [(True, True, False), (True, False, True), (False, True, True), (True, True, True)])
+def test_contradicting_flags_are_refused(config, flags) -> None:
+    resume, overwrite, auto_resume = flags
+    with pytest.raises(ConfigError, match=r"--\S+ and .*are given; .*give one of them"):
+        RunFolder(config).open(resume=resume, overwrite=overwrite, auto_resume=auto_resume)
+
+
 def test_resume_of_nothing_or_with_overwrite_is_refused(config) -> None:
     with pytest.raises(CheckpointError, match="holds no run to resume"):
         RunFolder(config).open(resume=True, overwrite=False)

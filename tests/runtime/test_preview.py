@@ -112,11 +112,53 @@ def test_trainer_and_engines_fit_on_a_card_together(dry_run, recipe, words):
     policies = [name for name in lines if name.startswith("policy ")]
     fullest = lines["memory"] if "memory" in lines else lines[policies[0]].partition("about ")[2]
     trainer = float(re.search(r"([\d.]+) GiB \(", fullest)[1])
-    fractions = [float(re.search(r"engine bfloat16, ([\d.]+) of each of \d GPUs", lines[name])[1]) for name in policies]
-    weights = [float(re.search(r"([\d.]+) GiB of it for weights", lines[name])[1]) for name in policies]
+    engines = [lines[name.replace("policy ", "engine ")] for name in policies]
+    fractions = [float(re.search(r"shared with trainer ranks, ([\d.]+) of each", line)[1]) for line in engines]
+    weights = [float(re.search(r"([\d.]+) GiB of it for weights", line)[1]) for line in engines]
     assert trainer + sum(fractions) * GIB_OF_AN_H100 < GIB_OF_AN_H100 - 8
     for fraction, held in zip(fractions, weights, strict=True):
         assert fraction * GIB_OF_AN_H100 - held > 5  # room for the cache
+
+
+@pytest.mark.parametrize("words", [[], "shared"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_fits_on_the_papers_cards_by_the_arithmetic_of_a_start(dry_run, recipe, words):
+    words = shared(recipe) if words else []
+    status, lines, err = dry_run(recipe, *words)
+    assert (status, err) == (0, "")
+    said = r"GPU 0 is the fullest and needs a card of at least ([\d.]+) GiB while policies are trained: the trainer's numbers "
+    least = float(re.match(said, lines["GPU memory"])[1])
+    assert 20 < least < GIB_OF_AN_H100
+    status, lines, err = dry_run(recipe, *words, "--gpu-memory-gib", str(least + 0.1))
+    assert (status, err) == (0, "")
+    assert f" of {least + 0.1:.2f} GiB while policies are trained" in lines["GPU memory"]
+    status, _, err = dry_run(recipe, *words, "--gpu-memory-gib", str(least - 0.1))
+    assert (status, err.count("\n")) == (2, 1)
+    assert f"GPU 0 of rank 0's host has {least - 0.1:.2f} GiB and would need" in err
+
+
+def test_what_a_dry_run_is_not_told_of_the_hosts_is_assumed_and_said(dry_run):
+    own = ["--policies.solver.engine.gpus", "own"]  # of the verifier, too, which is like it
+    status, lines, err = dry_run("paper-maths-4b", *own)
+    assert (status, err) == (0, "")
+    assert "on hosts of 8 (assumed); stack" in lines["machine"]
+    assert "of which the trainer ranks take 4 and engines of solver 4: 0 are left" in lines["engines"]
+    assert lines["engines"].endswith("(8 GPUs per host are assumed; --gpus-per-host says otherwise)")
+    status, _, err = dry_run("paper-maths-4b", *own, "--gpus-per-host", "8")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "policies.verifier.engine needs 1 replica x tensor_parallel 4 = 4 GPUs of its own" in err
+    _, lines, _ = dry_run("paper-maths-4b", *own, "--gpus-per-host", "12")
+    assert "on hosts of 12; stack" in lines["machine"]
+    assert lines["engine solver"].startswith("GPUs 4-7 of rank 0's host, 0.2 of each, 1.87 GiB of it for weights")
+    assert lines["engine verifier"].startswith("GPUs 8-11 of rank 0's host, 0.2 of each")
+    assert "GPU memory" not in lines
+
+
+def test_sizes_of_a_host_are_for_dry_runs(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["drmas", "train", "paper-maths-4b", "--gpus-per-host", "8"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "--gpus-per-host and --gpu-memory-gib are of --dry-run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

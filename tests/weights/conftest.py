@@ -16,20 +16,25 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from drmas.config.cluster import SyncConfig
 from drmas.config.schema import EngineConfig
 from drmas.rollout.engine import Completion, Engine, Sampling
 from drmas.rollout.pool import make_engine
 from drmas.rollout.vllm_engine import VllmEngine
 from drmas.runtime.models import character_tokenizer, write_tiny_qwen3
+from drmas.weights.choice import open_transport
 from drmas.weights.sync import SyncResult, WeightSync
+from drmas.weights.wire import Named
 
-Tensors = list[tuple[str, torch.Tensor]]
+Tensors = list[Named]
+TRANSPORTS = ("broadcast", "shared-memory", "disk")
 
 
 class Trainer:
     """A model, its weight source, and the engine that follows it."""
 
     def __init__(self, folder: Path, engine: Engine) -> None:
+        self.folder = folder
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.engine = engine
         self.version = 0
@@ -38,8 +43,9 @@ class Trainer:
         self.sync = self.new_sync()
         self._noise = torch.Generator().manual_seed(1)
 
-    def new_sync(self, **options) -> WeightSync:
-        return WeightSync(self.engine, self, is_sender=True, **{"timeout_seconds": 30, "bucket_bytes": 256 * 1024, **options})
+    def new_sync(self, transport: str = "broadcast", **options) -> WeightSync:
+        config = SyncConfig(**{"timeout_seconds": 30, "bucket_bytes": 256 * 1024, **options})
+        return WeightSync(self.engine, open_transport(transport, self, config, policy="main", folder=self.folder / "updates"))
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors()]

@@ -16,6 +16,7 @@ from drmas.errors import SyncError
 from drmas.rollout.engine import Completion, Sampling
 from drmas.rollout.vllm_engine import VllmEngine
 from drmas.runtime.models import write_tiny_qwen3
+from drmas.weights.choice import open_transport
 from drmas.weights.sync import SyncResult, WeightSync
 
 LORA = LoraConfig(rank=4, alpha=6.0, sync="adapter")
@@ -35,7 +36,7 @@ class Adapters:
         self.engine.start()
         self.tensors: Tensors = {}
         self.version = 0
-        self.sync = WeightSync(self.engine, self, is_sender=True, adapters=True, timeout_seconds=30)
+        self.sync = WeightSync(self.engine, open_transport("shared-memory", self, policy="lora", folder=folder))
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]

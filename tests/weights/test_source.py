@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drmas.errors import SyncError
-from drmas.weights.source import CheckedSource, is_finite
+from drmas.weights.source import CheckedSource, finite, is_finite
 
 
 class Tensors:
@@ -66,7 +66,7 @@ def test_settle_follows_an_iteration_that_a_bad_tensor_ended():
     tensors = Tensors([("a", torch.ones(2)), ("b", torch.tensor([float("nan")])), ("c", torch.ones(2))])
     source = CheckedSource(tensors)
     with pytest.raises(SyncError, match="b holds NaN or Inf"):
-        list(source)
+        list(finite(source))
     source.settle(1)
     assert tensors.given == 3
 

@@ -7,9 +7,7 @@ import contextlib
 import os
 import signal
 import socket
-import threading
 import time
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -17,11 +15,12 @@ import torch
 from drmas.errors import EngineDied, EngineError, SyncError
 from drmas.rollout.engine import Sampling
 from drmas.rollout.scripted import ScriptedEngine
-from drmas.weights import sender as sender_module
-from drmas.weights.sender import GlooTrainer, GlooTrainerInit
-from drmas.weights.source import CheckedSource
+from drmas.weights import buckets
+from drmas.weights.broadcast import BroadcastOutbox
+from drmas.weights.buckets import BucketTransport
+from drmas.weights.checksum import Checksum
 from drmas.weights.sync import WeightSync
-from drmas.weights.wire import LOOPBACK, GlooInit, GlooUpdate, Group, Store, checksum, plan_buckets
+from drmas.weights.transport import Idle
 
 TOLERANCE = 1e-4
 
@@ -154,11 +153,12 @@ def test_weights_that_are_not_finite_are_refused_by_name(trainer, value):
 def test_a_corrupt_bucket_is_noticed_and_not_loaded(trainer, monkeypatch):
     counted = []
 
-    def wrong_once(buffer):
-        counted.append(buffer)
-        return checksum(buffer) ^ (len(counted) == 2)
+    class WrongOnce(Checksum):
+        def value(self):
+            counted.append(self)
+            return super().value() ^ (len(counted) == 2)
 
-    monkeypatch.setattr(sender_module, "checksum", wrong_once)
+    monkeypatch.setattr(buckets, "Checksum", WrongOnce)
     with pytest.raises(SyncError, match="arrived corrupt"):
         trainer.push()
     assert trainer.gap() < TOLERANCE
@@ -197,10 +197,10 @@ def test_a_broken_connection_is_made_anew_without_iterating_the_source_again(tra
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 connection.getpeername()  # OSError: it only listens
                 connection.shutdown(socket.SHUT_RDWR)
-    before, first = trainer.rounds, sync._trainer
+    before, first = trainer.rounds, sync._transport._meeting
     trainer.change()
     trainer.push()
-    assert sync._trainer is not first
+    assert sync._transport._meeting is not first
     assert trainer.rounds == before + 1
     assert trainer.gap() < TOLERANCE
 
@@ -252,7 +252,7 @@ def test_an_interrupt_in_the_middle_passes_and_the_engine_goes_on(trainer, monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(GlooTrainer, "_fill", interrupt)
+        patch.setattr(BucketTransport, "_fill", interrupt)
         with pytest.raises(KeyboardInterrupt):
             trainer.push()
     assert trainer.gap() < TOLERANCE
@@ -269,7 +269,8 @@ def test_every_push_iterates_the_source_exactly_once_also_when_it_fails(trainer)
 
 
 def test_a_rank_that_does_not_send_iterates_along_and_knows_the_version(tied):
-    before, follower = tied.rounds, WeightSync(None, tied, is_sender=False)
+    before, follower = tied.rounds, tied.new_sync()
+    follower._engine = None
     result = follower.push(4)
     assert (tied.rounds, follower.version, result.bytes) == (before + 1, 4, 0)
 
@@ -277,51 +278,26 @@ def test_a_rank_that_does_not_send_iterates_along_and_knows_the_version(tied):
 def test_an_engine_without_weights_learns_the_version(tied, byte_tokenizer):
     engine = ScriptedEngine(byte_tokenizer, ["yes"])
     before = tied.rounds
-    result = WeightSync(engine, tied, is_sender=True).push(6)
-    assert (engine.version, result.bytes, tied.rounds) == (6, 0, before + 1)
+    result = WeightSync(engine, Idle()).push(6)
+    assert (engine.version, result.bytes, tied.rounds) == (6, 0, before)
 
 
-def test_a_trainer_that_vanishes_in_the_middle_leaves_the_old_weights(trainer):
-    client = trainer.engine.sync_client
-    trainer.engine.pause()
-    update = GlooUpdate.of(trainer.metadata())
-    store = Store(10)
-    init = GlooInit(LOOPBACK, store.port, 1, 2, 64 * 1024, 10)
-    joining = threading.Thread(target=client.init_weight_transfer_engine, args=(asdict(init),))
-    joining.start()
-    group = Group(store.store, rank=0, world_size=2, timeout_seconds=10)
-    joining.join()
-    client.start_weight_update()
-    errors = []
+def test_a_trainer_that_vanishes_in_the_middle_leaves_the_old_weights(trainer, monkeypatch):
+    deliver = BroadcastOutbox.deliver
 
-    def update_weights():
-        try:
-            client.update_weights(asdict(update))
-        except EngineError as error:
-            errors.append(error)
+    def vanish(self, bucket, payload):
+        deliver(self, bucket, payload)
+        self._meeting.close()
+        raise ConnectionAbortedError("gone")
 
-    receiving = threading.Thread(target=update_weights)
-    receiving.start()
-    bucket = next(plan_buckets(update, 64 * 1024))
-    payload = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-    group.vote(False)  # the workers agree with the message
-    group.vote(False, checksum(payload))
-    group.broadcast(payload)
-    group.close()
-    del group, store
-    receiving.join(30)
-    assert len(errors) == 1
-    assert client.abort_weight_update() is True
-    trainer.engine.resume()
-    assert trainer.gap() < TOLERANCE
-    trainer.sync = trainer.new_sync()
-    trainer.push()
-    assert trainer.gap() < TOLERANCE
-
-
+    trainer.change()
+    with monkeypatch.context() as patch:
+        patch.setattr(BroadcastOutbox, "deliver", vanish)
+        with pytest.raises(ConnectionAbortedError):
+            trainer.push()
 def test_a_trainer_that_hangs_is_given_up_after_the_timeout(trainer, monkeypatch):
     sync = trainer.new_sync(timeout_seconds=1.5)
-    fill, calls = GlooTrainer._fill, []
+    fill, calls = BucketTransport._fill, []
 
     def slow_second(self, bucket, tensors):
         calls.append(bucket)
@@ -329,7 +305,7 @@ def test_a_trainer_that_hangs_is_given_up_after_the_timeout(trainer, monkeypatch
             time.sleep(4)
         return fill(self, bucket, tensors)
 
-    monkeypatch.setattr(GlooTrainer, "_fill", slow_second)
+    monkeypatch.setattr(BucketTransport, "_fill", slow_second)
     with pytest.raises(SyncError):
         trainer.push(sync)
     assert trainer.gap() < TOLERANCE
@@ -386,28 +362,6 @@ def test_I2_a_request_in_flight_across_an_update_has_both_versions_and_both_log_
         assert (before - after).abs().max() > 1e-2
 
 
-def test_the_trainers_side_is_one_of_vllms_trainer_engines(trainer):
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
-    from drmas.weights.plugin import register
-    from drmas.weights.sync import _VersionedClient
-
-    register()
-    register()  # vLLM loads plugins more than once
-    trainer.change()
-    trainer.engine.pause()
-    client = _VersionedClient(trainer.engine.sync_client)
-    client.version = trainer.version = trainer.version + 1
-    init = GlooTrainerInit(rank=0, world_size=2, bucket_bytes=2**20, timeout_seconds=30)
-    transfer = WeightTransferTrainerFactory.trainer_init(init, client=client, source=CheckedSource(trainer))
-    transfer.send_weights()
-    transfer.shutdown()
-    trainer.engine.resume()
-    trainer.sync = trainer.new_sync()
-    assert trainer.gap() < TOLERANCE
-    assert trainer.engine.version == trainer.version
-
-
 def test_an_engine_killed_in_the_middle_of_a_request_comes_back_and_follows(tied):
     engine = tied.engine
     pid = engine.pid
@@ -439,7 +393,7 @@ def test_an_engine_killed_in_the_middle_of_a_request_comes_back_and_follows(tied
 
 
 def test_an_engine_killed_in_the_middle_of_an_update_is_a_death_and_not_a_failed_sync(tied, monkeypatch):
-    fill = GlooTrainer._fill
+    fill = BucketTransport._fill
 
     def kill_first(self, bucket, tensors):
         with contextlib.suppress(ProcessLookupError):
@@ -448,7 +402,7 @@ def test_an_engine_killed_in_the_middle_of_an_update_is_a_death_and_not_a_failed
 
     before = tied.rounds
     with monkeypatch.context() as patch:
-        patch.setattr(GlooTrainer, "_fill", kill_first)
+        patch.setattr(BucketTransport, "_fill", kill_first)
         with pytest.raises(EngineDied, match="was killed by SIGKILL"):
             tied.push()
     assert tied.rounds == before + 1

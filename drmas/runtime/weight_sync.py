@@ -1,0 +1,89 @@
+"""A policy's weight sync, from the configuration and from who holds the policy. The run makes each policy's, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from drmas.config.schema import RunConfig
+from drmas.policy import host_platform
+from drmas.policy.groups import Groups
+from drmas.policy.shard_source import ShardSource
+from drmas.policy.trainer import PolicyTrainer
+from drmas.rollout.engine import Engine
+from drmas.weights.choice import open_transport, payload_device
+from drmas.weights.relay import relayed
+from drmas.weights.shards import ShardTransport
+from drmas.weights.sync import WeightSync
+from drmas.weights.transport import Idle, Transport, choose_transport
+
+
+def transport_of(config: RunConfig, name: str, *, gpu: bool) -> tuple[str, str]:
+    """The transport of a policy on a machine with or without GPUs, and why. ConfigError: the one that is asked for can't be."""
+    policy = config.policies[name]
+    hosts = config.cluster.engine_hosts if policy.engine.hosts is None else policy.engine.hosts
+    return choose_transport(
+        policy.sync.transport,
+        policy=name,
+        gpu=gpu,
+        engines_local=not hosts,
+        shared_gpus=policy.engine.gpus == "shared",
+        shards=policy.tensor_parallel * policy.pipeline_parallel,
+        adapters=policy.syncs_adapters,
+        in_process=policy.engine.backend == "torch",
+    )
+
+
+def make_sync(
+    config: RunConfig,
+    name: str,
+    policy: PolicyTrainer | None,
+    engine: Engine | None,
+    *,
+    groups: Groups,
+    ranks: Sequence[int],
+    folder: Path,
+) -> WeightSync:
+    """Collective over the job. `ranks` hold the policy, on others it is None; `engine` is rank 0's; `folder` is the run's.
+
+    Where rank 0 isn't one of the policy's ranks, whole tensors reach it by way of the policy's first rank; shards do not.
+    """
+    transport, _ = transport_of(config, name, gpu=not host_platform.is_host())
+    if transport == "shards":
+        return WeightSync(engine, _shards(config, name, policy, groups=groups, ranks=ranks))
+    settings = config.policies[name]
+    pair = groups.get([0, ranks[0]], lane="relay") if 0 not in ranks else None
+    device = payload_device(
+        transport,
+        gpu=None if host_platform.is_host() else host_platform.device(),
+        shared_gpus=settings.engine.gpus == "shared",
+        workers=settings.engine.replicas * settings.engine.tensor_parallel,
+        adapters=settings.syncs_adapters,
+    )
+    return WeightSync(
+        engine,
+        open_transport(
+            transport,
+            relayed(policy and policy.sync_source(), pair, device=host_platform.device()),
+            settings.sync,
+            policy=name,
+            folder=(Path(settings.sync.folder) / config.name if settings.sync.folder else folder / "weights") / name,
+            device=device,
+        ),
+    )
+
+
+def _shards(config: RunConfig, name: str, policy: PolicyTrainer | None, *, groups: Groups, ranks: Sequence[int]) -> Transport:
+    together = sorted({0, *ranks})
+    tell = groups.get(together, lane="shards") if len(together) > 1 else None
+    if tell is None and len(together) > 1:
+        return Idle()
+    settings = config.policies[name]
+    return ShardTransport(
+        policy and ShardSource(policy.sync_source()),
+        tell,
+        trainers=ranks,
+        engine_workers=settings.engine.tensor_parallel,
+        bucket_bytes=settings.sync.bucket_bytes,
+        timeout_seconds=settings.sync.timeout_seconds,
+    )

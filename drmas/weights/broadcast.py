@@ -1,0 +1,144 @@
+"""The bytes of a bucket by one broadcast from the trainer to all workers: by gloo from host to host, by NCCL from GPU to GPU.
+
+The NCCL way is written against torch's source and has not been run: it needs GPUs, and one for every end, since NCCL refuses
+two ends on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from drmas.weights.meeting import Meeting
+from drmas.weights.wire import Bucket
+
+
+class BroadcastOutbox:
+    """Buckets are filled on `device`. Two buffers take turns, since fresh memory costs more than the copy."""
+
+    transport = "broadcast"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._meeting: Meeting | None = None
+        self._way: Way | None = None
+        self._buffer, self._other = (torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def begin(self, meeting: Meeting, buckets: Sequence[Bucket]) -> dict[str, Any]:
+        if meeting is not self._meeting:
+            self.close()
+            self._meeting, self._way = meeting, way(meeting, self.device)
+        return {"device": self.device.type}
+
+    def room(self, bucket: Bucket) -> torch.Tensor | None:
+        if len(bucket.slots) == 1:
+            return None
+        self._buffer, self._other = self._other, self._buffer
+        if self._buffer.numel() < bucket.num_bytes:
+            self._buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
+        return self._buffer[: bucket.num_bytes]
+
+    def seal(self, bucket: Bucket, payload: torch.Tensor) -> None:
+        pass
+
+    def wait(self) -> None:
+        self._way.wait()
+
+    def deliver(self, bucket: Bucket, payload: torch.Tensor) -> None:
+        self._way.broadcast(payload, bucket.content)
+
+    def end(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._way is not None:
+            self._way.close()
+        self._meeting = self._way = None
+
+
+class BroadcastInbox:
+    """Every bucket gets memory of its own: it is held until it is loaded, on a GPU only until its layers are."""
+
+    overlaps = True
+
+    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+        self.staged = True
+        self._meeting, self._device = meeting, device
+        self._way: Way | None = None
+
+    def begin(self, said: dict[str, Any]) -> None:
+        device = torch.device("cpu") if said["device"] == "cpu" else self._device
+        self.staged = device.type == "cpu"
+        self._way = self._way or way(self._meeting, device)
+
+    def take(self, bucket: Bucket) -> torch.Tensor:
+        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._way.device)
+        self._way.broadcast(buffer, bucket.content)
+        return buffer
+
+    def wait(self) -> None:
+        self._way.wait()
+
+    def close(self) -> None:
+        if self._way is not None:
+            self._way.close()
+
+
+class Way:
+    """Over the meeting's own group. One broadcast at a time."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._wait: Callable[[], None] | None = None
+
+    def broadcast(self, buffer: torch.Tensor, content: str) -> None:
+        """Begin with one; both ends keep `buffer` until `wait`."""
+        self._wait = self._begin(buffer, content)
+
+    def wait(self) -> None:
+        waiting, self._wait = self._wait, None
+        if waiting is not None:
+            waiting()
+
+    def _begin(self, buffer: torch.Tensor, content: str) -> Callable[[], None]:
+        return self._meeting.broadcast(buffer, content)
+
+    def close(self) -> None:
+        pass
+
+
+class NcclWay(Way):
+    """Over a communicator of the same ends. torch's watchdog ends the process, so it must come after our own timeout."""
+
+    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+        super().__init__(meeting)
+        self.device = device
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=10 * meeting.timeout_seconds)
+        store = dist.PrefixStore("nccl", meeting.store)
+        with torch.cuda.device(device):
+            self._group = dist.ProcessGroupNCCL(store, meeting.number, meeting.size, options)
+
+    def _begin(self, buffer: torch.Tensor, content: str) -> Callable[[], None]:
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        work = self._group.broadcast([buffer], options)
+
+        def wait() -> None:
+            with self._meeting.reported(content):
+                work.wait(timedelta(seconds=self._meeting.timeout_seconds))
+
+        return wait
+
+    def close(self) -> None:
+        self._group.abort()
+
+
+def way(meeting: Meeting, device: torch.device) -> Way:
+    return Way(meeting) if device.type == "cpu" else NcclWay(meeting, device)
