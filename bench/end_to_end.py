@@ -35,7 +35,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # instead of bench/, whose file names would hide packages
 
-from bench.peers.memory import PeakMemory, high_water_marks
+from bench.peers.memory import PeakMemory, cpu_seconds, high_water_marks
 from bench.suite.record import Cell, Ratio, Result, Table, about, add_json, printed
 from drmas.runtime.models import PACKAGED, resolve_model
 
@@ -54,9 +54,10 @@ SPEED_TARGET, MEMORY_TARGET = 3.0, 0.8
 
 @dataclass
 class Step:
-    """What a side says of one step, and the seconds that it took as seen from here."""
+    """What a side says of one step; `wall` and `cpu` are seconds as seen from here, those of all its processes on all cores."""
 
     wall: float
+    cpu: float
     generated: float
     trained: float
     computed: float
@@ -84,18 +85,18 @@ class Side:
         """SystemExit: the side ended."""
         if counted:
             self.memory.start()
-        started = time.perf_counter()
+        started, used = time.perf_counter(), cpu_seconds(self.process.pid)
         self.process.stdin.write("step\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
-        wall = time.perf_counter() - started
+        wall, cpu = time.perf_counter() - started, cpu_seconds(self.process.pid) - used
         if counted:
             self.memory.stop()
             self.high_water = high_water_marks(self.process.pid)
         if not answer:
             raise SystemExit(f"{self.name} ended early:\n{self.log.read_text()[-4000:]}")
         if counted:
-            self.steps.append(Step(wall=wall, **json.loads(answer)))
+            self.steps.append(Step(wall=wall, cpu=cpu, **json.loads(answer)))
 
     @property
     def best(self) -> Step:
@@ -256,6 +257,7 @@ def table_of(sides: Sequence[Side]) -> Table:
             [
                 side.name,
                 best.wall,
+                best.cpu,
                 *(best.seconds[phase] for phase in ("rollout", "train", "sync")),
                 best.generated / best.seconds["rollout"],
                 best.trained / best.seconds["train"],
@@ -265,19 +267,8 @@ def table_of(sides: Sequence[Side]) -> Table:
                 base and peak / base.memory.peak.total,
             ]
         )
-    columns = [
-        "side",
-        "step s",
-        "rollout s",
-        "train s",
-        "sync s",
-        "generated/s",
-        "trained/s",
-        "tokens/s",
-        "x",
-        "peak GiB",
-        "x of it",
-    ]
+    columns = ["side", "step s", "CPU s", "rollout s", "train s", "sync s", "generated/s", "trained/s", "tokens/s"]
+    columns += ["tokens/s by TRL's", "peak GiB", "peak by TRL's"]
     return Table(title="A step, the best of each side", columns=columns, rows=rows)
 
 

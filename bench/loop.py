@@ -1,4 +1,4 @@
-"""What the loop keeps of its parts' speed, in one run: `python bench/loop.py [--model SPEC] [--dtype DTYPE] [--tasks N]`.
+"""What the loop keeps of its parts' speed, in one run: `python bench/loop.py [--model SPEC] [--dtype DTYPE] [--json PATH]`.
 
 Rollout: one agent on N tasks through the collector (deterministic, as runs are), beside the same prompts and seeds put into an
 engine as one flat batch. Training: `PolicyTrainer.update` on 4 rows of 128 tokens, all response but the first, beside plain
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,10 +18,13 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # instead of bench/, whose file names would hide packages
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.suite.record import Ratio, Result, Table, about, add_json
 from drmas.agents.team import load_team
 from drmas.config.schema import EngineConfig, LossConfig, PolicyConfig, RolloutConfig
 from drmas.config.tasks import RewardConfig
@@ -132,16 +136,25 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--tasks", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
+    add_json(parser)
     args = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     set_threads(cores)
     folder = resolve_model(args.model)
-    print(f"{args.model}, {args.dtype}, {cores} cores, {args.tasks} tasks")
-    for name, other, (ours, theirs) in (
-        ("rollout", "flat batch in the same engine", rollout(folder, args)),
-        ("training", "transformers, same rows", training(folder, args)),
+    title, rows, ratios = f"{args.model}, {args.dtype}, {cores} cores, {args.tasks} tasks", [], []
+    print(title)
+    for name, other, measured, why in (
+        ("rollout", "flat batch in the same engine", rollout, "two engines decode on the same cores in turn"),
+        ("training", "transformers, same rows", training, "steps of seconds, in turn; products of the same library"),
     ):
-        print(f"{name:9} {ours:8.0f} tok/s   {other}: {theirs:8.0f} tok/s   ratio {ours / theirs:.2f}")
+        ours, theirs = measured(folder, args)
+        print(f"{name:9} {ours:8.0f} tok/s   {other}: {theirs:8.0f} tok/s   ratio {ours / theirs:.2f}", flush=True)
+        rows.append([name, ours, other, theirs, ours / theirs])
+        ratios.append(Ratio(name=f"{name} by {other}", value=ours / theirs, better="higher", tolerance=0.2, why=why))
+    if args.json:
+        columns = ["part", "tokens/s", "beside it", "its tokens/s", "ratio"]
+        tables = [Table(title=title, columns=columns, rows=rows)]
+        Result(benchmark="loop", about=about(cores), tables=tables, ratios=ratios).write(args.json)
 
 
 if __name__ == "__main__":

@@ -175,7 +175,8 @@ def best(action: Callable[[], object], times: int = 5) -> float:
 
 def summary(transport: str, pushes: list[Push], num_bytes: int, *, copy: float, tcp: float) -> Result:
     total, fill, arrive, load, finish, staged = (
-        statistics.median(getattr(push, name) for push in pushes) for name in ("total", "fill", "arrive", "load", "finish", "staged")
+        statistics.median(getattr(push, name) for push in pushes)
+        for name in ("total", "fill", "arrive", "load", "finish", "staged")
     )
     arriving = num_bytes / arrive / 1e9
     return Result(
@@ -236,7 +237,9 @@ def table(found: dict[str, object]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("transports", nargs="*", choices=[*TRANSPORTS, []], default=[], metavar="TRANSPORT", help=", ".join(TRANSPORTS))
+    parser.add_argument(
+        "transports", nargs="*", choices=[*TRANSPORTS, []], default=[], metavar="TRANSPORT", help=", ".join(TRANSPORTS)
+    )
     parser.add_argument("--model", default=PACKAGED)
     parser.add_argument("--pushes", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of the engine and of the trainer")

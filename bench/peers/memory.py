@@ -1,11 +1,12 @@
-"""Memory of a process and all its descendants, sampled while they work. Called by `bench/end_to_end.py`.
+"""Memory and CPU time of a process and all its descendants, while they work. Called by `bench/end_to_end.py`.
 
-Counted is PSS, the resident pages with shared ones divided among those that share them, so that a sum over processes counts no
-page twice. A peak between two samples is missed: the sum of the processes' own high-water marks bounds it from above. Linux only.
+Memory is PSS, the resident pages with shared ones divided among those that share them, so that a sum over processes counts no
+page twice. A peak between two samples is missed; the sum of the processes' own high-water marks bounds it from above. On Linux.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import NamedTuple
@@ -80,6 +81,18 @@ def descendants(root: int) -> list[int]:
         found.append(left.pop())
         left += children.get(found[-1], [])
     return found
+
+
+def cpu_seconds(root: int) -> float:
+    """That the process and all below it have used so far, on all cores. Other work on the machine moves it little."""
+    ticks = 0
+    for pid in descendants(root):
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except (OSError, ProcessLookupError):
+            continue
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def high_water_marks(root: int) -> int:

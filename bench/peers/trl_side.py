@@ -14,23 +14,17 @@ import string
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
-
-SETTINGS = json.loads(Path(sys.argv[1]).read_text())
-if not SETTINGS["config"].get("use_vllm"):
-    sys.modules["vllm"] = None
 
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
-from trl.extras import profiling
 from turns import Turns
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
-PHASES = {"transformers.generate": "rollout", "transformers.generate_batch": "rollout", "vLLM.generate": "rollout"}
-PHASES |= {"sync_weights": "sync"}
+ROLLOUT = ("transformers.generate", "transformers.generate_batch", "vLLM.generate")
+SYNC = ("sync_weights",)
 
 
 def words(text: str) -> list[str]:
@@ -47,30 +41,23 @@ def f1(completions, truth, **_) -> list[float]:
     return scores
 
 
-class Timed(profiling.ProfilingContext):
-    """TRL's own clock of its phases, read as well."""
-
-    seconds: ClassVar[defaultdict[str, float]] = defaultdict(float)
-
-    def __exit__(self, *error):
-        Timed.seconds[PHASES.get(self.name.rpartition("Trainer.")[2], "other")] += time.perf_counter() - self._start_time
-        return super().__exit__(*error)
-
-
 class TakesTurns(TrainerCallback):
-    def __init__(self, turns: Turns, episodes: int) -> None:
-        self.turns, self.episodes, self.seen, self.started = turns, episodes, 0.0, 0.0
+    """`phases`: TRL's own phase -> its seconds, summed since they were last cleared."""
+
+    def __init__(self, turns: Turns, episodes: int, phases: dict[str, float]) -> None:
+        self.turns, self.episodes, self.phases = turns, episodes, phases
+        self.seen, self.started = 0.0, 0.0
 
     def on_step_begin(self, args, state, control, **_):
         self.turns.wait()
-        Timed.seconds.clear()
+        self.phases.clear()
         self.started = time.perf_counter()
 
     def on_log(self, args, state, control, logs=None, **_):
         if "reward" not in logs:
             return
         step = time.perf_counter() - self.started
-        rollout, sync = Timed.seconds["rollout"], Timed.seconds["sync"]
+        rollout, sync = self.spent(ROLLOUT), self.spent(SYNC)
         trained, self.seen = logs["num_tokens"] - self.seen, logs["num_tokens"]
         self.turns.say(
             generated=logs["completions/mean_length"] * self.episodes,
@@ -82,23 +69,43 @@ class TakesTurns(TrainerCallback):
             reward=logs["reward"],
         )
 
+    def spent(self, names: tuple[str, ...]) -> float:
+        return sum(seconds for name, seconds in self.phases.items() if name.endswith(names))
 
-def main() -> None:
-    turns = Turns()
-    torch.set_num_threads(SETTINGS["threads"])
-    profiling.ProfilingContext = Timed
-    tasks = [json.loads(line) for line in Path(SETTINGS["tasks"]).read_text().splitlines()]
-    system = {"role": "system", "content": SETTINGS["system"]}
+
+def read_clocks() -> dict[str, float]:
+    """What TRL's own clocks measure from now on."""
+    from trl.extras.profiling import ProfilingContext
+
+    phases: dict[str, float] = defaultdict(float)
+    leave = ProfilingContext.__exit__
+
+    def timed(self, *error):
+        phases[self.name] += time.perf_counter() - self._start_time
+        return leave(self, *error)
+
+    ProfilingContext.__exit__ = timed
+    return phases
+
+
+def train(settings: Mapping, turns: Turns) -> None:
+    if not settings["config"].get("use_vllm"):
+        sys.modules["vllm"] = None
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(settings["threads"])
+    tasks = [json.loads(line) for line in Path(settings["tasks"]).read_text().splitlines()]
+    system = {"role": "system", "content": settings["system"]}
     rows = [{"prompt": [system, {"role": "user", "content": task["prompt"]}], "truth": task["answer"]} for task in tasks]
     trainer = GRPOTrainer(
-        model=SETTINGS["model"],
+        model=settings["model"],
         reward_funcs=f1,
-        args=GRPOConfig(**SETTINGS["config"]),
+        args=GRPOConfig(**settings["config"]),
         train_dataset=Dataset.from_list(rows),
-        callbacks=[TakesTurns(turns, SETTINGS["episodes"])],
+        callbacks=[TakesTurns(turns, settings["episodes"], read_clocks())],
     )
     trainer.train()
 
 
 if __name__ == "__main__":
-    main()
+    train(json.loads(Path(sys.argv[1]).read_text()), Turns())

@@ -165,8 +165,8 @@ def _backends(has_gpu: bool) -> Iterator[Check]:
     yield from _stacks(has_gpu)
     yield Check(
         "weight transport",
-        "nccl" if has_gpu else "drmas-gloo",
-        reason="vLLM's weight transfer, over the trainer's kind of collectives",
+        "broadcast" if has_gpu else "shared-memory",
+        reason="what policies.NAME.sync.transport auto takes for engines on this host, with devices of their own",
     )
     triton = version_of("triton")
     usable = "usable" if has_gpu else "not used: no CUDA device to compile for"

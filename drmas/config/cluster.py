@@ -50,7 +50,9 @@ class ClusterConfig(Section):
     """A host of the job that is silent for so long is given up: the run ends and names it, or, if it had an engine, the engine
     counts as dead."""
     preflight: bool = True
-    """Refuse to start where ranks have unequal software, or unequal settings of NCCL, gloo or torch."""
+    """Refuse to start where ranks have unequal software, unequal settings of communication or kernels (NCCL_*, TORCH_NCCL_*,
+    GLOO_*, NVTE_* and a few, but for interfaces and what is logged), or one GPU for two; or where an engine host has other
+    versions or NCCL_* than rank 0."""
 
     @field_validator("engine_hosts")
     @classmethod

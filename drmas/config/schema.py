@@ -45,7 +45,8 @@ class EngineConfig(Section):
     unset. An empty list is the host of rank 0."""
     gpus: Literal["own", "shared"] = "own"
     """own: `tensor_parallel` GPUs for each replica that no trainer rank of the host and no other engine has. shared: those of
-    the trainer ranks, the first ones first; the trainer's numbers and `gpu_memory_fraction` must fit into one together."""
+    the trainer ranks, the first ones first; the trainer's numbers and `gpu_memory_fraction` must fit into one together. On an
+    engine host, which has no trainer ranks, engines always have their own."""
     sleep: bool = False
     """With shared GPUs: give the engine's memory back while policies are trained, and take it again for the rollout. Needs
     rollouts that don't run ahead."""

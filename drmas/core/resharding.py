@@ -163,10 +163,6 @@ class Plan:
         """Bytes that a trainer rank sends."""
         return self.itemsize * sum(message.elements for message in chain(*self.rounds) if message.source == source)
 
-    def received(self, destination: int) -> int:
-        """Bytes that a worker gets."""
-        return self.itemsize * sum(message.elements for message in chain(*self.rounds) if message.destination == destination)
-
 
 def trainer_regions(tensors: Tensors, layout: TrainerLayout, rank: int) -> list[Held]:
     """What `rank` holds, padding left out. The last stage's copy of a tied embedding isn't counted: it is never a source.

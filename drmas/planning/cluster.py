@@ -77,6 +77,7 @@ class EfficiencySection(Section):
     prefill: Share = _ASSUMED.prefill
     decode_flops: Share = _ASSUMED.decode_flops
     decode_bandwidth: Share = _ASSUMED.decode_bandwidth
+    overlap: Annotated[float, Field(ge=0, le=1)] = _ASSUMED.overlap
     link: Share = _ASSUMED.link
     engine_step_seconds: NonNegativeFloat = _ASSUMED.engine_step_seconds
     engine_sequence_seconds: NonNegativeFloat = _ASSUMED.engine_sequence_seconds

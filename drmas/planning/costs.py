@@ -151,7 +151,7 @@ def sync_seconds(job: Job, policy: PolicyJob) -> float:
 
     broadcast: gathered from the tensor-parallel ranks to one, which sends all of it to all workers. shards: every worker gets
     its part from the ranks that have it, at the rate of the busier side. shared-memory: every worker copies its part.
-    in-process: copied in memory. disk: written once, read by every worker's node.
+    in-process: copied in memory, without further ado. disk: written once, read by every worker's node.
     """
     cluster, c = job.cluster, policy.config
     size = sync_bytes(policy)
@@ -168,7 +168,7 @@ def sync_seconds(job: Job, policy: PolicyJob) -> float:
     elif transport == "shared-memory":
         seconds = part / bandwidth
     elif transport == "in-process":
-        seconds = size / _memory_rate(cluster)
+        return size / _memory_rate(cluster)
     else:
         readers = len({device // cluster.gpus_per_node for device in policy.devices})
         seconds = size * (1 + readers) / cluster.disk_bytes_per_second

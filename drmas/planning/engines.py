@@ -61,6 +61,7 @@ def engine_speed(policy: PolicyJob, job: Job) -> EngineSpeed:
         slots=engine.max_concurrent,
         kv_tokens=max(0, int(kv_bytes(policy, cluster) // kv_token_bytes(policy))),
         request_seconds=e.request_seconds,
+        overlap=e.overlap,
     )
 
 

@@ -10,9 +10,12 @@ does. Memory isn't looked at: `drmas plan` on one of the sizes does. Called by `
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 from drmas.agents.team import TeamConfig
@@ -32,8 +35,10 @@ CALL_SECONDS = 6e-4
 """Of rank 0's one thread, per call: templates, tokens, parsers, bookkeeping; measured by `bench/rollout.py overhead`."""
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 """Of the GPUs that the trainer may get."""
-SIZES = tuple(2**power for power in range(13))
-STEPS = 6
+SIZES = (1, 4, 16, 64, 256, 1024, 4096)
+STEPS = 4
+_ENOUGH = 4096
+"""Episodes after which on-policy steps, which are all alike, tell nothing new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +104,30 @@ def simulate_growth(
     base = base or cluster.gpus
     found = []
     job = _start(run, team, cluster, workload)
-    for scaling in scalings:
-        for gpus in sizes:
+    with _uncollected():
+        for scaling, gpus in product(scalings, sizes):
             factor = gpus / base if scaling == "weak" else 1.0
             tasks = max(1, round(workload.tasks * factor))
             episodes = tasks * workload.group_size
             own = replace(workload, tasks=tasks, max_concurrent_episodes=max(episodes, workload.max_concurrent_episodes))
             sized = replace(job, cluster=resized(cluster, gpus), workload=own)
-            for mode in modes:
-                point = _point(sized, own, source, scaling, mode, steps, seed)
-                found += [point] if point else []
+            points = [_point(sized, own, source, scaling, mode, steps, seed) for mode in modes]
+            found += [point for point in points if point]
     if not found:
         raise ConfigError(f"no mode fits on {', '.join(map(str, sizes))} GPUs; take more of them, or less tensor parallelism")
     return found
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's cycle collector, which goes through millions of calls again and again and finds nothing."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def with_spread(workload: Workload, spread: float) -> Workload:
@@ -145,9 +161,10 @@ def _point(job: Job, workload: Workload, source: Source, scaling: Scaling, mode:
         sync={name: costs.sync_seconds(laid, policy) for name, policy in policies.items() if policy.config.trainable},
         other=laid.cluster.efficiencies.step_seconds + costs.wake_seconds(laid),
     )
-    settings = laid.run.rollout.model_copy(update={"deterministic": False})
+    if not mode.staleness:
+        steps = max(1, min(steps, _ENOUGH // workload.episodes))
     timed = simulate_steps(
-        workload, engines, beside, settings, steps=steps, source=source, seed=seed, call_seconds=CALL_SECONDS
+        workload, engines, beside, laid.run.rollout, steps=steps, source=source, seed=seed, call_seconds=CALL_SECONDS
     )
     return Point(
         gpus=job.cluster.gpus,

@@ -10,8 +10,8 @@ probes are left out, and calls of remote models. Called by `drmas plan` and `val
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,17 @@ class Measured:
 def read_run(
     folder: Path, run: RunConfig, team: TeamConfig, *, steps: Sequence[int] | None = None
 ) -> tuple[Workload, Measured]:
-    """The work that a run of this team did, all its steps or some. DataError: no episodes, or of another team."""
+    """The work that a run of this team did, all its steps or some. DataError: no episodes, or of another team.
+
+    The workload's `cached_tokens` are those that rows share, to the token; the groups' are what an engine's blocks would hold.
+    """
     chosen = steps or steps_with_episodes(folder)
     if not chosen:
         raise DataError(f"{folder}: no episodes/step_N.jsonl; expected a run's folder, of a run with telemetry.episodes = true")
     shapes = {tuple(step.agent for step in shape): shape for shape in trace(team)}
     measured: list[Group] = []
     trained: dict[str, bool] = {}
+    shared: dict[str, list[int]] = {name: [] for name in team.agents}
     for step in chosen:
         episodes = [episode for episode in read_episodes(folder, step) if episode.get("probe") is None]
         for turn in (turn for episode in episodes for turn in episode["turns"]):
@@ -72,6 +76,8 @@ def read_run(
                 raise DataError(f"{folder}: step {step} has the agent {turn['agent']!r}; the team has {', '.join(team.agents)}")
             trained[turn["agent"]] = trained.get(turn["agent"], False) or bool(turn.get("trained", True))
         measured += _groups(episodes, shapes)
+        for agent, tokens in _shared_starts(episodes):
+            shared[agent].append(tokens)
     loads = tuple(
         AgentLoad(
             name=name,
@@ -91,7 +97,24 @@ def read_run(
         max_concurrent_episodes=run.rollout.max_concurrent_episodes,
         source=f"measured in {folder}, {len(chosen)} step(s), {len(measured)} groups",
     )
-    return summary(measured, workload), Measured(measured)
+    found = summary(measured, workload)
+    agents = [replace(agent, cached_tokens=float(numpy.mean(shared[agent.name] or [0.0]))) for agent in found.agents]
+    return replace(found, agents=tuple(agents)), Measured(measured)
+
+
+def _shared_starts(episodes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int]]:
+    """(agent, tokens at the prompt's start that another row of the policy has, too) of every row but the first with such a
+    start: what the trainer can compute once, and a cache without blocks would find."""
+    rows: dict[str, list[tuple[list[int], int, str]]] = {}
+    for turn in (turn for episode in episodes for turn in episode["turns"]):
+        if turn["prompt_ids"] and turn["response_ids"]:
+            row = [*turn["prompt_ids"], *turn["response_ids"]]
+            rows.setdefault(turn["policy"], []).append((row, len(turn["prompt_ids"]), turn["agent"]))
+    for own in rows.values():
+        before: list[int] = []
+        for row, prompt, agent in sorted(own):
+            yield agent, min(prompt - 1, _leading(a == b for a, b in zip(row, before, strict=False)))
+            before = row
 
 
 def _lengths(groups: Sequence[Group], agent: str, cap: int) -> Lengths:

@@ -85,8 +85,12 @@ def engine_weight_bytes(policy: PolicyJob) -> float:
 
 
 def kv_bytes(policy: PolicyJob, cluster: Cluster) -> float:
-    """The KV cache of one worker. Not positive: the engine has no room for one."""
+    """The KV cache of one worker. Not positive: the engine has no room for one. Of backend torch: room for all its sequences,
+    which it takes from what is free as it needs it.
+    """
     engine = policy.config.engine
+    if engine.backend == "torch":
+        return kv_token_bytes(policy) * engine.max_concurrent * engine.max_model_tokens
     if not cluster.gpu:
         return float(engine.kv_cache_bytes)
     return engine.gpu_memory_fraction * cluster.device.memory_bytes - engine_weight_bytes(policy) - ENGINE_OVERHEAD
@@ -94,7 +98,7 @@ def kv_bytes(policy: PolicyJob, cluster: Cluster) -> float:
 
 def engine_parts(policy: PolicyJob, cluster: Cluster) -> dict[str, float]:
     """What one worker of the policy's engines takes of its device, awake."""
-    overhead = ENGINE_OVERHEAD if cluster.gpu else 0.0
+    overhead = ENGINE_OVERHEAD if cluster.gpu and policy.config.engine.backend == "vllm" else 0.0
     return {
         "engine weights": engine_weight_bytes(policy),
         "KV cache": max(0.0, kv_bytes(policy, cluster)),

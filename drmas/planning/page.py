@@ -6,6 +6,7 @@ Called by `drmas plan --output`, which writes plan.json beside it.
 from __future__ import annotations
 
 import json
+import math
 from importlib import resources
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def _sections(plan: Plan) -> list[str]:
         "cluster": f"{job.cluster.name}: {job.cluster.nodes} x {job.cluster.gpus_per_node} {job.cluster.device.name}",
         "GPUs": job.gpus,
         "fits": "yes" if prediction.fits else "no",
-        "step": f"{number(prediction.phases.step)} s",
+        "step": f"{number(prediction.phases.step)} s" if math.isfinite(prediction.phases.step) else "never ends",
         "bottleneck": bottleneck(prediction),
         "trained tokens/s/GPU": number(prediction.tokens_per_second_per_gpu),
     }
@@ -63,26 +64,27 @@ def _sections(plan: Plan) -> list[str]:
     ]
 
 
+def _drawn(seconds: float) -> float | None:
+    """A bar or a point; none for what never ends."""
+    return seconds if math.isfinite(seconds) else None
+
+
 def _bars(plan: Plan) -> str:
     """The run's own layout as bar 0, the proposals behind it."""
     every = [plan.prediction, *(one.prediction for one in plan.proposals.best)]
     places = list(range(len(every)))
-    series = [Series(phase, places, [getattr(one.phases, phase) for one in every]) for phase in PHASES]
+    series = [Series(phase, places, [_drawn(getattr(one.phases, phase)) for one in every]) for phase in PHASES]
     chart = stacked_chart(series, title="Seconds by phase", y_label="seconds", x_label="layout (0: the run's own)")
-    ahead = (
-        ""
-        if not any(one.phases.ahead for one in every)
-        else (
-            "<p>With rollouts one step ahead, rollout and training run at the same time: the step is shorter than its bar.</p>"
-        )
-    )
-    return chart + ahead
+    if any(one.phases.ahead for one in every):
+        chart += "<p>One step ahead, rollout and training run at the same time: the step is shorter than its bar.</p>"
+    return chart
 
 
 def _growth(plan: Plan) -> str:
     means = [mean for mean, _ in plan.growth]
     series = [
-        Series(name, means, [getattr(one.phases, name) for _, one in plan.growth]) for name in ("rollout", "train", "step")
+        Series(name, means, [_drawn(getattr(one.phases, name)) for _, one in plan.growth])
+        for name in ("rollout", "train", "step")
     ]
     return line_chart(series, title="Seconds by mean response", y_label="seconds", x_label="mean response, tokens")
 

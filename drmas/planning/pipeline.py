@@ -10,6 +10,7 @@ would teach nothing isn't known. Called by `growth`, `validation` and `drmas pla
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -115,17 +116,19 @@ def simulate_steps(
         call_seconds=call_seconds,
         trainer_shares=trainer_shares,
     )
-    collector = _Collector(simulation, workload, _stream(source or Chains(), workload, engines, seed))
+    collector = _Collector(simulation, workload, _stream(source or Chains(), workload, engines, seed), config.max_staleness)
     feed = Feed(collector, _Tasks(), config, last_step=steps + 2 + config.max_staleness)
     mean_tokens = workload.episodes * sum(
         agent.calls * (agent.prompt_tokens + agent.response.moment(1)) for agent in workload.agents
     )
     settles = config.max_staleness > 0 and not config.carry_over
-    found = []
+    found, took = [], 0
     for step in range(1, steps + 1):
         started, busy = simulation.now, {name: simulation.busy_seconds(name) for name in engines}
+        collector.step = step
         taken = feed.take(step)
-        collector.took(len(taken), feed.dropped)
+        took += len(taken)
+        collector.gone(took + feed.dropped)
         rolled = simulation.now
         feed.accept(step, taken)
         tokens = sum(collector.tokens.pop(group.task.id) for group in taken)
@@ -191,44 +194,53 @@ class _Tasks:
 
 
 class _Collector:
-    """A collector in virtual time, as far as a feed needs one. `tokens`: task -> those of its group's rows."""
+    """A collector in virtual time, as far as a feed needs one. `tokens`: task -> those of its group's rows; `step`: the one
+    that the feed is asked for."""
 
-    def __init__(self, simulation: Simulation, workload: Workload, groups: Iterator[Group]) -> None:
-        self._simulation, self._workload, self._drawn = simulation, workload, groups
+    def __init__(self, simulation: Simulation, workload: Workload, groups: Iterator[Group], max_staleness: int) -> None:
+        self._simulation, self._workload, self._drawn, self._max_staleness = simulation, workload, groups, max_staleness
         self.tokens: dict[str, int] = {}
+        self.step = 1
         self._scripts: dict[str, Group] = {}
-        self._flying = self._done = self._taken = self._gone = 0
+        self._flying: Counter[int] = Counter()  # by the step of their launch
+        self._done = self._gone = 0
 
     def rollout(self, tasks: Sequence[Task], *, step: int, on_progress: object = None) -> Submitted:
         (task,) = tasks
         group = self._scripts[task.id] = next(self._drawn)
-        self.tokens[task.id] = sum(call.prompt + call.response for script in group for call in script)
+        self.tokens[task.id] = sum([call.prompt + call.response for script in group for call in script])
         return Submitted([Episode(task, sample) for sample in range(len(group))], step)
 
     def submit(self, rollouts: Sequence[Submitted]) -> None:
         for rollout in rollouts:
-            self._flying += 1
+            self._flying[rollout.step] += 1
             task = rollout.episodes[0].task.id
             done = self._done_with(rollout)
             for script in self._scripts.pop(task):
                 self._simulation.submit(script, task, done)
 
     def wait(self, until: Callable[[], bool]) -> bool:
-        """`until` goes through all groups, so it is asked only where it can hold: nothing is in flight, or a step's groups are
-        done."""
-        return self._simulation.run(lambda: (not self._flying or self._done - self._gone >= self._workload.tasks) and until())
+        return self._simulation.run(lambda: self._may_hold() and until())
 
-    def took(self, groups: int, dropped: int) -> None:
-        """A step has taken so many groups; so many were dropped so far."""
-        self._taken += groups
-        self._gone = self._taken + dropped
+    def _may_hold(self) -> bool:
+        """A feed goes through all groups to say that it is ready. It never is while a step's groups aren't done, or one is in
+        flight that the next step couldn't take any more; unless nothing is in flight."""
+        if self._done - self._gone < self._workload.tasks:
+            return not self._flying
+        return all(self.step - launched < self._max_staleness for launched in self._flying)
+
+    def gone(self, groups: int) -> None:
+        """So many groups have been taken or dropped so far."""
+        self._gone = groups
 
     def _done_with(self, rollout: Submitted) -> Callable[[], None]:
         def done() -> None:
             rollout.left -= 1
             if not rollout.left:
-                self._flying -= 1
                 self._done += 1
+                self._flying[rollout.step] -= 1
+                if not self._flying[rollout.step]:
+                    del self._flying[rollout.step]
 
         return done
 

@@ -6,6 +6,7 @@ bounds. Called by `plan`, `propose` and `published`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,13 @@ class Prediction:
     training: Mapping[str, costs.Training]
     """Of the policies that are trained."""
     phases: Phases
+
+    @property
+    def updates(self) -> dict[str, costs.Training]:
+        """Of the policies whose updates the step waits for: of all, or, where they run at the same time, of the slowest."""
+        if not self.job.split:
+            return dict(self.training)
+        return dict(sorted(self.training.items(), key=lambda item: -item[1].total)[:1])
 
     @property
     def fullest(self) -> memory.DeviceMemory:
@@ -99,15 +107,19 @@ def predict(job: Job, roll: Roll = bound) -> Prediction:
 def bottleneck(prediction: Prediction) -> str:
     """What most of a step's seconds go into, in words: the phase, and what of it."""
     phases = prediction.phases
+    if math.isinf(phases.step):
+        return f"no step ends: the engines have no room for a sequence of {' or '.join(prediction.cramped) or 'some policy'}"
     seconds = {"rollout": phases.rollout, "train": phases.train + phases.score, "sync": phases.sync, "wake": phases.wake}
     phase = max(seconds, key=seconds.__getitem__)
+    if phases.other > seconds[phase]:
+        return f"what every step costs beside its phases, {phases.other / phases.step:.0%} of the step"
     share = seconds[phase] / phases.step
     said = f"{phase}, {share:.0%} of the step"
     if phase == "rollout":
         return f"{said}: {_rollout_limit(prediction)}"
     if phase == "train":
         parts = {
-            name: sum(getattr(training, name) for training in prediction.training.values()) for name in costs.Training.__slots__
+            name: sum(getattr(training, name) for training in prediction.updates.values()) for name in costs.Training.__slots__
         }
         parts["old log-probs"] = phases.score
         largest = max(parts, key=parts.__getitem__)

@@ -188,6 +188,8 @@ def overrides(old: RunConfig, new: RunConfig) -> tuple[str, ...]:
     words = []
     if old.train.ranks != new.train.ranks:
         words += ["--train.ranks", str(new.train.ranks)]
+    if old.train.placement != new.train.placement:
+        words += ["--train.placement", new.train.placement]
     if old.rollout.max_staleness != new.rollout.max_staleness:
         words += ["--rollout.max-staleness", str(new.rollout.max_staleness)]
     for key in _KEYS:

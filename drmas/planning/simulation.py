@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import count
 
@@ -74,11 +75,18 @@ class _Episode:
         self.number, self.script, self.group, self.done = number, script, group, done
         self.left = len(script)
         self.started = 0.0
-        self.waits = [len(call.after) for call in script]
-        self.children: list[list[int]] = [[] for _ in script]
-        for index, call in enumerate(script):
-            for parent in call.after:
-                self.children[parent].append(index)
+        waits, self.children = _links(tuple([call.after for call in script]))
+        self.waits = list(waits)
+
+
+@lru_cache(maxsize=4096)
+def _links(after: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """(for how many calls each call waits, which calls wait for each)."""
+    children: list[list[int]] = [[] for _ in after]
+    for index, parents in enumerate(after):
+        for parent in parents:
+            children[parent].append(index)
+    return tuple(map(len, after)), tuple(map(tuple, children))
 
 
 class _Replica(_Worker):
@@ -126,12 +134,13 @@ class _Replica(_Worker):
         speed, sequences = self.speed, len(self.running)
         steps = max(0.0, self.running[0][0] - self.steps)
         middle = self.context + sequences * steps / 2
-        kv, pair = speed.kv_token_seconds, speed.pair_seconds
-        if speed.weight_seconds + kv * middle >= speed.token_seconds * sequences + pair * middle:
-            self.step, slope = speed.weight_seconds + kv * self.context, kv
+        kv, pair, beside = speed.kv_token_seconds, speed.pair_seconds, 1 - speed.overlap
+        reads, products = speed.weight_seconds, speed.token_seconds * sequences
+        if reads + kv * middle >= products + pair * middle:
+            work, slope = reads + beside * products, kv + beside * pair
         else:
-            self.step, slope = speed.token_seconds * sequences + pair * self.context, pair
-        self.step += speed.overhead_seconds + speed.sequence_seconds * sequences
+            work, slope = products + beside * reads, pair + beside * kv
+        self.step = work + slope * self.context + speed.overhead_seconds + speed.sequence_seconds * sequences
         self.growth = slope * sequences
         return self.debt + steps * self.step + self.growth * steps * (steps - 1) / 2
 
@@ -164,6 +173,7 @@ class _Pool:
 
     def __init__(self, replicas: list[_Replica]) -> None:
         self.replicas = replicas
+        self.request_seconds = replicas[0].speed.request_seconds
         self.generated = self.computed = 0
         self.forget()
 
@@ -231,7 +241,8 @@ class Simulation:
         self._trainer = _Trainer()
         _share_devices(engines, self.pools, self._trainer if trainer_shares else None)
         self._most, self._deterministic, self._call_seconds = max_concurrent_episodes, deterministic, call_seconds
-        self._events: list[tuple[float, int, Callable[..., None], tuple]] = []
+        # (time, number, whose end it is, as of which stamp, what happens)
+        self._events: list[tuple[float, int, _Worker | None, int, Callable[..., None], tuple]] = []
         self._numbers = count()
         self._dirty: dict[_Worker, None] = {}
         self._queue: deque[_Episode] = deque()
@@ -274,7 +285,6 @@ class Simulation:
             return
         trainer.left, trainer.now = seconds, self.now
         self._activate(trainer, True)
-        self._dirty[trainer] = None
         while trainer.active:
             self._next(math.inf)
 
@@ -318,9 +328,8 @@ class Simulation:
         """The driver renders the call, one after the other, and it reaches the engines."""
         self._driver_free = max(self.now, self._driver_free) + self._call_seconds
         pool = self.pools.get(episode.script[index].policy)
-        request = pool.replicas[0].speed.request_seconds if pool else 0.0
         self._coming += 1
-        self._at(self._driver_free + request, self._arrive, episode, index)
+        self._at(self._driver_free + (pool.request_seconds if pool else 0.0), self._arrive, episode, index)
 
     def _arrive(self, episode: _Episode, index: int) -> None:
         self._coming -= 1
@@ -371,16 +380,20 @@ class Simulation:
     # time
 
     def _at(self, time: float, happen: Callable[..., None], *arguments: object) -> None:
-        heappush(self._events, (time, next(self._numbers), happen, arguments))
+        heappush(self._events, (time, next(self._numbers), None, 0, happen, arguments))
 
     def _next(self, end: float) -> bool:
         """The next event, if there is one up to `end`."""
         events = self._events
-        if not events or events[0][0] > self.now:
-            self._settle()
-        if not events or events[0][0] > end:
-            return False
-        self.now, _, happen, arguments = heappop(events)
+        while True:
+            if (self._dirty or self._deterministic) and (not events or events[0][0] > self.now):
+                self._settle()
+            if not events or events[0][0] > end:
+                return False
+            time, _, worker, stamp, happen, arguments = heappop(events)
+            if worker is None or worker.stamp == stamp:  # else it was said before something changed
+                break
+        self.now = time
         happen(*arguments)
         return True
 
@@ -388,33 +401,33 @@ class Simulation:
         """Nothing more happens at this time: replicas take in what has arrived, and the times of their next ends are known."""
         if self._deterministic:
             self._advance_engines()
-        dirty, self._dirty = self._dirty, {}
-        for worker in () if self._deterministic else dirty:
-            if isinstance(worker, _Replica) and not worker.held:
-                self._admit(worker)
-        for worker in dirty | self._dirty:
-            self._plan(worker)
-        self._dirty = {}
+        while self._dirty:
+            dirty, self._dirty = self._dirty, {}
+            for worker in dirty:
+                self._renew(worker)
 
-    def _plan(self, worker: _Worker) -> None:
+    def _renew(self, worker: _Worker) -> None:
         worker.advance(self.now)
+        if isinstance(worker, _Replica) and not self._deterministic:
+            if worker.waiting and not worker.held:
+                self._fill_slots(worker)
+            if worker.active != bool(worker.running):
+                self._activate(worker, not worker.active)
+                del self._dirty[worker]
         worker.stamp += 1
         left = worker.plan()
         if left is not None and worker.rate:
-            self._at(self.now + left / worker.rate, self._due, worker, worker.stamp)
+            time = self.now + left / worker.rate
+            heappush(self._events, (time, next(self._numbers), worker, worker.stamp, self._due, (worker,)))
 
-    def _due(self, worker: _Worker, stamp: int) -> None:
-        """What `worker` works on ends, unless that was said before something changed."""
-        if stamp != worker.stamp:
-            return
+    def _due(self, worker: _Worker) -> None:
+        """What `worker` works on ends."""
         worker.advance(self.now)
-        self._dirty[worker] = None
         if isinstance(worker, _Trainer):
             self._activate(worker, False)
             return
         ended = worker.ended()
-        if not worker.running and not worker.waiting:
-            self._activate(worker, False)
+        self._dirty[worker] = None
         if self._deterministic:
             self._stepping -= 1
             self._collected += [(worker, *each) for each in ended]
@@ -437,16 +450,11 @@ class Simulation:
         for replica in replicas:
             if replica.running or replica.waiting:
                 self._stepping += 1
-                self._admit(replica)
-
-    def _admit(self, replica: _Replica) -> None:
-        """First come, first served, while there is room; the replica works where it has something to."""
-        replica.advance(self.now)
-        self._dirty[replica] = None
-        self._fill_slots(replica)
-        self._activate(replica, bool(replica.running))
+                self._fill_slots(replica)
+                self._activate(replica, True)
 
     def _fill_slots(self, replica: _Replica) -> None:
+        """First come, first served, while there is room."""
         speed, waiting = replica.speed, replica.waiting
         while waiting and len(replica.running) < speed.slots:
             episode, index = waiting[0]
@@ -467,14 +475,13 @@ class Simulation:
 
     def _activate(self, worker: _Worker, active: bool) -> None:
         """`worker` begins to need its devices, or ends: those that share them get more or less of them."""
-        if active == worker.active:
-            return
         worker.active = active
         for cell in worker.cells:
             cell.busy += 1 if active else -1
         self._retime(worker)
-        for other in {other for cell in worker.cells for other in cell.workers if other is not worker}:
-            self._retime(other)
+        if worker.cells:
+            for other in {other for cell in worker.cells for other in cell.workers if other is not worker}:
+                self._retime(other)
 
     def _retime(self, worker: _Worker) -> None:
         worker.advance(self.now)

@@ -6,6 +6,7 @@ Also the list of cluster descriptions and the table of published points. Called 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
@@ -127,7 +128,8 @@ def _phases_table(prediction: Prediction) -> str:
     for name in ("rollout", "score", "train", "sync", "wake", "other"):
         seconds = getattr(phases, name)
         if seconds:
-            table.add_row(name, _number(seconds), f"{seconds / phases.step:.0%}", _inside(prediction, name))
+            share = "" if math.isinf(phases.step) else f"{seconds / phases.step:.0%}"
+            table.add_row(name, _number(seconds), share, _inside(prediction, name))
     whole = "rollout and training at the same time" if phases.ahead else ""
     table.add_row("step", _number(phases.step), "100%", whole, style="bold")
     return _drawn(table)
@@ -137,10 +139,10 @@ def _inside(prediction: Prediction, phase: str) -> str:
     if phase == "rollout":
         rollout = prediction.rollout
         busy = ", ".join(f"{name} {share:.0%}" for name, share in rollout.busy_share.items())
-        return f"{rollout.method}; longest episode {_number(rollout.longest_episode_seconds)} s; engines busy {busy}"
+        return f"{rollout.method}; longest episode {_seconds(rollout.longest_episode_seconds)}; engines busy {busy}"
     if phase == "train":
         parts: dict[str, float] = {}
-        for training in prediction.training.values():
+        for training in prediction.updates.values():
             for name in training.__slots__:
                 parts[name] = parts.get(name, 0.0) + getattr(training, name)
         shown = sorted(((size, name) for name, size in parts.items() if size > 0.005 * prediction.phases.train), reverse=True)
@@ -253,7 +255,11 @@ def _wrapped(label: str, text: str) -> str:
     return "\n".join([*rows, row.rstrip()])
 
 
+def _seconds(value: float) -> str:
+    return _number(value) if math.isinf(value) else f"{_number(value)} s"
+
+
 def _number(value: float) -> str:
-    if value == float("inf"):
+    if math.isinf(value):
         return "never"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -14,7 +14,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from drmas.agents.agent import AgentConfig
 from drmas.agents.calls import Agents
@@ -35,6 +35,8 @@ _FILLER, _FIRST = 64, 0xE000
 _PASSES = 12
 """Of the event loop, until a team that can go on has asked its next calls."""
 
+Tokens = TypeVar("Tokens")
+
 
 class Piece(NamedTuple):
     """A text, by what it is made of."""
@@ -43,8 +45,8 @@ class Piece(NamedTuple):
     heard: tuple[tuple[int, float], ...] = ()
     """(an earlier call of the episode, how often its response stands here)."""
 
-    def length(self, responses: Sequence[float]) -> float:
-        """In tokens, where the episode's calls so far had responses of so many tokens."""
+    def length(self, responses: Sequence[Tokens]) -> Tokens | float:
+        """In tokens, where the episode's calls so far had responses of so many tokens: numbers, or arrays of them."""
         return self.tokens + sum(share * responses[call] for call, share in self.heard)
 
 

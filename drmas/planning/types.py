@@ -45,6 +45,8 @@ class Efficiencies:
     """Share of the peak FLOP/s that a decode step can reach at most."""
     decode_bandwidth: float = 0.7
     """Share of the memory's bytes per second that a decode step reads weights and KV cache with."""
+    overlap: float = 1.0
+    """Of a decode step's reads and products, how much of the shorter hides behind the longer. On a CPU they add up: 0."""
     link: float = 0.7
     """Share of a link's bytes per second that a collective reaches."""
     engine_step_seconds: float = 1.5e-3
@@ -192,7 +194,8 @@ class EngineSpeed:
     """How fast one engine replica is. Made by `costs.engine_speed` from peaks, or by `calibration` from measurements.
 
     A decode step of n sequences with c tokens of context in all of them takes
-    max(weight_seconds + kv_token_seconds c, token_seconds n + pair_seconds c) + overhead_seconds + sequence_seconds n;
+    max(reads, products) + (1 - overlap) min(reads, products) + overhead_seconds + sequence_seconds n, with
+    reads = weight_seconds + kv_token_seconds c and products = token_seconds n + pair_seconds c;
     prefilling t tokens over p query-key pairs takes prefill_token_seconds t + prefill_pair_seconds p.
     """
 
@@ -216,12 +219,15 @@ class EngineSpeed:
     """Of every sequence in a step: sampling, and the bytes of the tensor-parallel ranks' collectives."""
     request_seconds: float = 0.0
     """Latency of a call beside the engine's steps."""
+    overlap: float = 1.0
+    """How much of the shorter of reads and products hides behind the longer."""
 
     def step_seconds(self, sequences: float, context_tokens: float) -> float:
         """Of one decode step of `sequences` with `context_tokens` tokens of context in all of them together."""
         reads = self.weight_seconds + self.kv_token_seconds * context_tokens
         products = self.token_seconds * sequences + self.pair_seconds * context_tokens
-        return max(reads, products) + self.overhead_seconds + self.sequence_seconds * sequences
+        work = max(reads, products) + (1 - self.overlap) * min(reads, products)
+        return work + self.overhead_seconds + self.sequence_seconds * sequences
 
     def prefill_seconds(self, tokens: float, pairs: float = 0.0) -> float:
         """Of computing `tokens` of prompts that aren't cached, over `pairs` query-key pairs."""

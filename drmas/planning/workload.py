@@ -114,26 +114,34 @@ class Traced:
     def groups(self, workload: Workload, count: int, random: numpy.random.Generator) -> list[Group]:
         size, loads = workload.group_size, {agent.name: agent for agent in workload.agents}
         shapes = list(self.shapes)
-        chosen = random.choice(len(shapes), size=count * size, p=numpy.array(list(self.shapes.values()))).tolist()
-        needed: dict[str, int] = dict.fromkeys(loads, 0)
-        for index in chosen:
-            for step in shapes[index]:
-                needed[step.agent] += 1
-        lengths = {name: iter(draw_lengths(loads[name].response, n, random).tolist()) for name, n in needed.items()}
-        scripts = [self._script(shapes[index], loads, lengths) for index in chosen]
+        chosen = random.choice(len(shapes), size=count * size, p=numpy.array(list(self.shapes.values())))
+        scripts: list[Script] = [()] * (count * size)
+        for index, shape in enumerate(shapes):
+            places = numpy.flatnonzero(chosen == index).tolist()
+            for place, script in zip(places, self._scripts(shape, len(places), loads, random), strict=True):
+                scripts[place] = script
         return [scripts[start : start + size] for start in range(0, count * size, size)]
 
-    def _script(self, shape: Shape, loads: Mapping[str, AgentLoad], lengths: Mapping[str, Iterator[int]]) -> Script:
-        responses: list[int] = []
-        made: list[Call] = []
+    def _scripts(
+        self, shape: Shape, count: int, loads: Mapping[str, AgentLoad], random: numpy.random.Generator
+    ) -> Iterator[Script]:
+        """`count` episodes of one shape."""
+        responses: list[numpy.ndarray] = []
+        columns = []
         for step in shape:
-            load = loads[step.agent]
-            prompt = max(1, min(round(step.prompt.length(responses)), self.room[step.agent]))
-            own, shared = (min(prompt - 1, round(part)) for part in (step.own.length(responses), step.shared))
-            responses.append(next(lengths[step.agent]))
-            tools = step.tools * load.tool_seconds
-            made.append(Call(load.name, load.policy, prompt, responses[-1], own, shared, step.after, tools))
-        return tuple(made)
+            load, room = loads[step.agent], self.room[step.agent]
+            prompts = numpy.clip(numpy.rint(numpy.broadcast_to(step.prompt.length(responses), count)), 1, room).astype(int)
+            own, shared = (
+                numpy.minimum(prompts - 1, numpy.rint(part).astype(int)) for part in (step.own.length(responses), step.shared)
+            )
+            responses.append(draw_lengths(load.response, count, random))
+            columns.append(
+                [
+                    Call(load.name, load.policy, *numbers, step.after, step.tools * load.tool_seconds)
+                    for numbers in zip(*(part.tolist() for part in (prompts, responses[-1], own, shared)), strict=True)
+                ]
+            )
+        return zip(*columns, strict=True)
 
 
 def default_workload(

@@ -2,7 +2,8 @@
 
 Messages are JSON on a gloo group of their own, whose timeout is far beyond any rollout: the other ranks wait here while rank 0
 starts engines and drives episodes, and where policies have ranks of their own the quick ones wait for the slow. A rank whose
-process ends is noticed at once, because its connections close. Not for tensors.
+process ends is noticed at once, because its connections close; one whose host goes away is noticed by `runtime.watch`, which
+ends this process, so that the long timeout is nobody's wait for the dead. Not for tensors.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import drmas.errors
 from drmas.errors import DrmasError
 
 _PATIENCE = timedelta(days=7)
+_MEETING = timedelta(minutes=10)
+"""How long ranks wait for one that never comes to make the group, before anything else watches over them."""
 _GRACE = timedelta(seconds=60)
 """How long a rank with an error waits to be heard. Ranks that are in a collective with it can't hear it before it leaves."""
 
@@ -33,7 +36,8 @@ class Broadcast:
 
     def __init__(self) -> None:
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self._group = None if self._alone else dist.new_group(backend="gloo", timeout=_PATIENCE, group_desc="control")
+        self._group = None if self._alone else dist.new_group(backend="gloo", timeout=_MEETING, group_desc="control")
+        self._wait_for(_PATIENCE)
 
     def __call__(self, action: Callable[[], Any]) -> Any:
         """Run `action` on rank 0 and give its result, which must survive JSON, on every rank.
@@ -66,17 +70,22 @@ class Broadcast:
             message = {"result": action()}
         except Exception as caught:  # raised below, when the other ranks know
             error, message = caught, _trouble(caught)
-            dist.distributed_c10d._set_pg_timeout(_GRACE, self._group)
+            self._wait_for(_GRACE)
         try:
             messages = self._exchanged(message)
         except RuntimeError as broken:
             raise error or DrmasError("another rank of the job is gone; its own output says why") from broken
+        self._wait_for(_PATIENCE)  # some errors, such as that of a save, aren't the end
         if error is not None and not isinstance(error, DrmasError):
             raise error
         failed = {rank: each for rank, each in enumerate(messages) if "error" in each}
         if failed:
             raise _joined(failed, len(messages))
         return [each["result"] for each in messages]
+
+    def _wait_for(self, timeout: timedelta) -> None:
+        if self._group is not None:
+            dist.distributed_c10d._set_pg_timeout(timeout, self._group)
 
     def _say(self, message: _Message) -> None:
         payload = _encoded(message)

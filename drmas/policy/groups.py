@@ -76,11 +76,12 @@ _SCRATCH = ("_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
 """Globals that belong to no group and stay."""
 
 
-def init_distributed(*, timeout_seconds: float = 1800.0) -> None:
+def init_distributed(*, timeout_seconds: float = 1800.0, meeting_seconds: float = 600.0) -> None:
     """Join torchrun's processes, or form a world of one where torchrun's variables are missing (no port is opened for that).
 
-    `timeout_seconds` bounds how long a collective waits for a lost peer. Does nothing if a world exists. ConfigError: others
-    can't be met at torchrun's address, because its port is taken or nobody is there.
+    `timeout_seconds` bounds how long a collective waits for a lost peer, `meeting_seconds` how long ranks wait here for one
+    that never comes, which torchrun sees on its own host only. Does nothing if a world exists. ConfigError: others can't be met
+    at torchrun's address, because its port is taken or they aren't there.
     """
     if dist.is_initialized():
         return
@@ -89,12 +90,16 @@ def init_distributed(*, timeout_seconds: float = 1800.0) -> None:
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         try:
-            dist.init_process_group(host_platform.backend(), timeout=timeout)
+            dist.init_process_group(host_platform.backend(), timeout=datetime.timedelta(seconds=meeting_seconds))
+            dist.distributed_c10d._set_pg_timeout(timeout)
         except dist.DistError as error:
             place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            advice = "torchrun without --master-port picks a free port"
+            if isinstance(error, dist.DistStoreError):
+                advice = "not all ranks came; what the others write, on whichever host they are, says why"
+            found = str(error).splitlines()[0]
             raise ConfigError(
-                f"the trainer processes can't meet at {place} (MASTER_ADDR, MASTER_PORT): {str(error).splitlines()[0]}; "
-                "torchrun without --master-port picks a free port"
+                f"the trainer processes can't meet at {place} (MASTER_ADDR, MASTER_PORT): {found}; {advice}"
             ) from error
     else:
         dist.init_process_group(host_platform.backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 
 from drmas.config.cluster import ClusterConfig
@@ -15,6 +16,7 @@ from drmas.errors import EngineStartError
 from drmas.rollout import host_wire
 from drmas.rollout.host_wire import HandshakeError, Message
 
+RETRY_SECONDS = 0.25
 QUESTION_SECONDS = 5.0
 """How long a host may take to say how an engine ended, or how much memory it has."""
 
@@ -60,11 +62,11 @@ class RemoteHost:
     def _ask(self, message: Message, who: str, patience: float) -> tuple[socket.socket, Message]:
         who = f"engine {who}: " if who else ""
         try:
-            connection = socket.create_connection(self._address, patience)
+            connection = self._connected(patience)
         except OSError as error:
             raise EngineStartError(
-                f"{who}the engine host {self.url} can't be reached: {error}; is drmas serve-engines running there "
-                "(cluster.engine_hosts, policies.NAME.engine.hosts)?"
+                f"{who}the engine host {self.url} can't be reached within {patience:g} s: {error}; is drmas serve-engines "
+                "running there (cluster.engine_hosts, policies.NAME.engine.hosts, cluster.connect_timeout_seconds)?"
             ) from error
         try:
             connection.settimeout(patience)
@@ -77,6 +79,17 @@ class RemoteHost:
             raise EngineStartError(
                 f"{who}the engine host {self.url} gave no answer: {error}; {given}, and must be as it is there"
             ) from error
+
+    def _connected(self, patience: float) -> socket.socket:
+        """Tried again where nobody listens yet: engine hosts may be started together with the trainers."""
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                return socket.create_connection(self._address, patience)
+            except ConnectionRefusedError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(RETRY_SECONDS)
 
 
 class RemoteProcess:

@@ -22,9 +22,9 @@ from pathlib import Path
 from drmas.errors import ConfigError, EngineStartError
 from drmas.rollout import host_wire
 from drmas.rollout.engine_process import EXIT_GRACE_SECONDS, LocalProcess
-from drmas.rollout.host_wire import HandshakeError, Message
+from drmas.rollout.host_wire import HandshakeError, Message, PeerLeft
 from drmas.rollout.vllm_launch import check_model_folder, engine_device, engine_environment, spawn
-from drmas.telemetry.environment import shared_settings, software
+from drmas.telemetry.environment import code_version, shared_settings, software
 
 HANDSHAKE_SECONDS = 10.0
 LEAST_SECRET = 16
@@ -105,6 +105,8 @@ class EngineHost:
                 host_wire.prove(connection, self._secret, server=True)
                 message = host_wire.receive(connection)
                 answer = self._do(message, connection)
+            except PeerLeft:  # as probes do that only ask whether somebody listens
+                return
             except HandshakeError as error:
                 self._say(f"refused {peer}: {error}")
                 return
@@ -118,7 +120,7 @@ class EngineHost:
         match message["do"]:
             case "describe":
                 gpus = {"gpus": list(self.gpus), "free": self._free()}
-                facts = software() | shared_settings()
+                facts = software() | {"drmas": code_version()} | shared_settings()
                 return {"host": socket.gethostname(), "device": self.device, "facts": facts, **gpus}
             case "launch":
                 return self._launch(message, connection)

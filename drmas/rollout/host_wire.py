@@ -25,6 +25,10 @@ class HandshakeError(Exception):
     """The other side isn't what it should be: another secret, or no engine host at all."""
 
 
+class PeerLeft(HandshakeError):
+    """The other side closed the connection."""
+
+
 def set_keepalive(connection: socket.socket, seconds: float) -> None:
     """Let a silent peer be found dead after about `seconds`, whether or not anything is on its way to it."""
     probes = 3
@@ -79,6 +83,6 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     while len(received) < count:
         part = connection.recv(count - len(received))
         if not part:
-            raise HandshakeError("the other side closed the connection")
+            raise PeerLeft("the other side closed the connection")
         received += part
     return received

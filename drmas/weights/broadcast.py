@@ -32,7 +32,7 @@ class BroadcastOutbox:
         if meeting is not self._meeting:
             self.close()
             self._meeting, self._way = meeting, way(meeting, self.device)
-        return {"device": self.device.type}
+        return {}
 
     def room(self, bucket: Bucket) -> torch.Tensor | None:
         if len(bucket.slots) == 1:
@@ -66,17 +66,14 @@ class BroadcastInbox:
     overlaps = True
 
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
-        self.staged = True
-        self._meeting, self._device = meeting, device
-        self._way: Way | None = None
+        self.staged = device.type == "cpu"
+        self._way, self._device = way(meeting, device), device
 
     def begin(self, said: dict[str, Any]) -> None:
-        device = torch.device("cpu") if said["device"] == "cpu" else self._device
-        self.staged = device.type == "cpu"
-        self._way = self._way or way(self._meeting, device)
+        pass
 
     def take(self, bucket: Bucket) -> torch.Tensor:
-        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._way.device)
+        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
         self._way.broadcast(buffer, bucket.content)
         return buffer
 
@@ -84,14 +81,11 @@ class BroadcastInbox:
         self._way.wait()
 
     def close(self) -> None:
-        if self._way is not None:
-            self._way.close()
+        self._way.close()
 
 
 class Way:
     """Over the meeting's own group. One broadcast at a time."""
-
-    device = torch.device("cpu")
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
@@ -118,7 +112,6 @@ class NcclWay(Way):
 
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
         super().__init__(meeting)
-        self.device = device
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=10 * meeting.timeout_seconds)
         store = dist.PrefixStore("nccl", meeting.store)

@@ -54,7 +54,7 @@ class BucketTransport(Transport):
         if client is None:
             return
         update, buckets, said = self._prepare(client)
-        with self._explained(lambda: in_background(client.get_weight_version)):
+        with self._explained(lambda: in_background(client.get_weight_version), is_over=has_died):
             client.stage_weights(said)
             self._transfer(update, buckets)
 
@@ -70,7 +70,7 @@ class BucketTransport(Transport):
         update, buckets, said = self._prepare(client)
         client.start_weight_update()
         receiving = in_background(client.update_weights, {"staged": True} if staged else said)
-        with self._explained(lambda: receiving):
+        with self._explained(lambda: receiving, is_over=Future.done):
             if staged:
                 self._meeting.agree(content="what was staged")
             else:
@@ -132,8 +132,11 @@ class BucketTransport(Transport):
         self._client = client
 
     @contextlib.contextmanager
-    def _explained(self, call: Callable[[], Future[Any]]) -> Iterator[None]:
-        """Say what went wrong as the interface says it. `call`: of the control channel, which knows whether an engine died."""
+    def _explained(self, call: Callable[[], Future[Any]], *, is_over: Callable[[Future[Any]], bool]) -> Iterator[None]:
+        """Say what went wrong as the interface says it.
+
+        `call`: of the control channel, which knows more than a broken meeting does; `is_over` when no more can be learnt there.
+        """
         try:
             yield
         except Refused as refusal:
@@ -144,13 +147,13 @@ class BucketTransport(Transport):
             raise
         except RuntimeError as error:
             answering = call()
-            blame = self._meeting.blame(error, is_over=lambda: has_died(answering))
+            blame = self._meeting.blame(error, is_over=lambda: is_over(answering))
             try:
-                reason(answering)
+                said = reason(answering)
             except EngineDied as death:
                 first, _, log = str(death).partition("\n")
                 raise EngineDied(f"{first}, and the trainer {error}\n{log}") from death
-            raise RuntimeError(f"the transfer broke: {blame}") from error
+            raise RuntimeError(f"the transfer broke: {blame}{said and f' ({said})'}") from error
 
     def _transfer(self, update: Update, buckets: list[Bucket]) -> None:
         self._meeting.agree(plan=digest(self._outbox.transport, update, buckets), content=buckets[0].content)
@@ -172,7 +175,7 @@ class BucketTransport(Transport):
         self._meeting.agree(content="what was sent")
 
     def _fill(self, bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[torch.Tensor, int]:
-        """The bucket's bytes [num_bytes] uint8, valid until the next but one, and their checksum. SyncError: one isn't finite."""
+        """A bucket's bytes [num_bytes] uint8, valid until the next but one, and their checksum. SyncError: one isn't finite."""
         given = [next(tensors)[1].detach() for _ in bucket.slots]
         payload = self._outbox.room(bucket)
         if payload is None:

@@ -42,7 +42,7 @@ def payload_device(name: str, *, gpu: torch.device | None, shared_gpus: bool, wo
 
     NCCL needs a GPU for every end; CUDA IPC is for the one worker that shares rank 0's. Adapters belong to the host.
     """
-    direct = (name == "broadcast" and not shared_gpus) or (name == "shared-memory" and shared_gpus and workers == 1)
+    direct = (name in ("broadcast", "shards") and not shared_gpus) or (name == "shared-memory" and shared_gpus and workers == 1)
     return gpu if gpu is not None and direct and not adapters else CPU
 
 

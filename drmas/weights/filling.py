@@ -40,7 +40,7 @@ class Filler:
         self._pool: ThreadPoolExecutor | None = None
 
     def fill(self, payload: torch.Tensor, tensors: Sequence[tuple[Slot, torch.Tensor]]) -> tuple[int, str | None]:
-        """Fill `payload` [n] uint8 with all `tensors` of a bucket. Its checksum, and the first name of one that isn't finite."""
+        """Fill `payload` [n] uint8 with a bucket's `tensors`. Its checksum, and the name of the first one that isn't finite."""
         parts = [_Part(slot, _there(slot, tensor, payload)) for slot, tensor in tensors]
         for part, following in pairwise(parts):
             payload[part.end : following.slot.offset].zero_()

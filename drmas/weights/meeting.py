@@ -151,7 +151,10 @@ class Meeting:
         return self._ends.size
 
     def close(self) -> None:
-        self._group.shutdown()
+        """Leave; the others notice when they next wait for this end. Harmless when repeated."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()  # the connections end with the last reference
 
     def blame(self, broken: RuntimeError, is_over: Callable[[], bool]) -> str:
         """Number 0: who is to blame for a broken meeting. Waits for the others' reports, but no longer once `is_over`."""

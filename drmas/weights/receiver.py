@@ -50,8 +50,9 @@ class BucketReceiver:
         def run() -> None:
             try:
                 staged.set_result(list(self._arriving(said, check=None)))
-            except BaseException as error:  # `receive` raises it
+            except BaseException as error:  # `receive` raises it; the others notice now
                 staged.set_exception(error)
+                self._meeting.close()
 
         self._staged = staged
         threading.Thread(target=run, name="staging", daemon=True).start()
@@ -114,7 +115,7 @@ class BucketReceiver:
 
 def _inbox(init: dict[str, Any], meeting: Meeting, device: torch.device) -> Inbox:
     if init["transport"] == "broadcast":
-        return BroadcastInbox(meeting, device)
+        return BroadcastInbox(meeting, device if init["device"] == "cuda" else torch.device("cpu"))
     if init["transport"] == "disk":
         return DiskInbox()
     return MemoryInbox() if init["device"] == "cpu" else CudaInbox(meeting)

@@ -82,7 +82,7 @@ class ShardTransport(Transport):
         `source`: this rank's shards; None on a rank 0 that isn't one of `trainers`, the policy's ranks in the job.
         `engine_workers`: how many each engine has. `device`: where messages are packed, this rank's GPU or the host.
         """
-        self.can_stage, self._device = device.type == "cpu", device
+        self.can_stage, self._device, self._blamed = device.type == "cpu", device, ""
         self._source, self._tell, self._trainers = source, tell, tuple(trainers)
         self._engine_workers, self._bucket_bytes, self._timeout_seconds = engine_workers, bucket_bytes, timeout_seconds
         described = None if source is None else (source.tensors, source.layout, source.dtype)
@@ -97,7 +97,7 @@ class ShardTransport(Transport):
     def begin(self, version: int, *, staging: bool = False) -> None:
         self._is_staged = self._staged == version and not staging
         self._staged = version if staging else None
-        self._may_follow = not self._leads
+        self._may_follow, self._blamed = not self._leads, ""
 
     def stage(self, client: SyncClient | None) -> None:
         if client is None:
@@ -129,7 +129,8 @@ class ShardTransport(Transport):
     def settle(self) -> None:
         """Rank 0 lets the others go on, whatever became of it; until then they follow."""
         if self._leads:
-            self._told(None)
+            with contextlib.suppress(RuntimeError):  # one of them is gone, which the next collective says as well
+                self._told(None)
         elif self._may_follow:
             self._follow()
 
@@ -144,11 +145,15 @@ class ShardTransport(Transport):
         return self._tell is None or self._tell.rank() == 0
 
     def _told(self, word: Any, *, by: int = 0) -> Any:
-        """What rank `by` of the group says, on every rank."""
+        """What rank `by` of the group says, on every rank. RuntimeError: a rank is gone."""
         if self._tell is None:
             return word
         words = [word]
-        dist.broadcast_object_list(words, group=self._tell, group_src=by)
+        try:
+            dist.broadcast_object_list(words, group=self._tell, group_src=by)
+        except RuntimeError as error:
+            trouble = "a trainer rank is gone; its own output says why"
+            raise RuntimeError(f"{trouble} ({self._blamed})" if self._blamed else trouble) from error
         return words[0]
 
     def _follow(self) -> int:
@@ -185,7 +190,8 @@ class ShardTransport(Transport):
             answering = call()
             blame = link.meeting.blame(error, is_over=lambda: has_died(answering))
             reason(answering)
-            raise RuntimeError(f"the transfer broke: {blame}") from error
+            self._blamed = f"the transfer broke: {blame}"
+            raise RuntimeError(self._blamed) from error
 
     def _linked(self, client: SyncClient) -> _Link:
         if self._client is not client:

@@ -143,9 +143,10 @@ def choose_transport(
         return "shared-memory", "the engines are on the trainer's host"
     if engines_local and shared_gpus:
         return "shared-memory", "the engines are on the trainer's GPUs, on which NCCL takes one process each"
-    if gpu or adapters or shards == 1:
-        return "broadcast", "from GPU to GPU, by NCCL" if gpu and not adapters else "the engines are on other hosts"
-    return "shards", f"the engines are on other hosts, and the model is in {shards} parts: each sends its own"
+    where = "on other hosts" if not engines_local else "on GPUs of their own"
+    if adapters or shards == 1:
+        return "broadcast", f"the engines are {where}"
+    return "shards", f"the engines are {where}, and the model is in {shards} parts: each sends its own"
 
 
 def in_background(call: Callable[..., Any], *args: Any) -> Future[Any]:

@@ -17,6 +17,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from drmas.weights import reload
+from drmas.weights.meeting import Refused
 from drmas.weights.receiver import BucketReceiver, Check
 from drmas.weights.shard_wire import ShardInit
 from drmas.weights.shard_worker import ShardReceiver
@@ -76,7 +77,8 @@ class Worker(WeightTransferEngine[dict, dict]):
         reload.start(self.model)
 
     def receive_weights(self, update_info: dict[str, Any]) -> None:
-        """Take a whole update from the trainer. On any error the model is closed again and, if possible, as it was.
+        """Take a whole update from the trainer. On any error the model is closed again and, if possible, as it was; the trainer
+        is left, and has to connect anew.
 
         Refused: an end found a fault. RuntimeError: the trainer or another worker is gone or silent.
         """
@@ -86,6 +88,7 @@ class Worker(WeightTransferEngine[dict, dict]):
             arrived = time.perf_counter()
             self._load(tensors)
         except Exception:
+            self.shutdown()
             self.abort()
             raise
         logger.info("weights: received in %.3f s, loaded in %.3f s", arrived - started, time.perf_counter() - arrived)
@@ -131,7 +134,8 @@ class WorkerExtension:
         try:
             return getattr(self, method)(*args), ""
         except Exception as error:
-            logger.exception("weights: %s failed", method)
+            foreseen = isinstance(error, (Refused, RuntimeError, ValueError))
+            logger.warning("weights: %s: %s", method, error, exc_info=not foreseen)
             return None, f"{type(error).__name__}: {error}"
 
     def stage_weights(self, said: dict[str, Any]) -> None:

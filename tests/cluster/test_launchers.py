@@ -35,7 +35,8 @@ def test_two_trainer_hosts_and_an_engine_host(tmp_path, monkeypatch) -> None:
         server = engines.start([script, engines.address], log=tmp_path / "engines.log", env=shared)
         limit = time.monotonic() + 120
         while "engine host of" not in (tmp_path / "engines.log").read_text():
-            assert time.monotonic() < limit and server.poll() is None
+            assert time.monotonic() < limit
+            assert server.poll() is None
             time.sleep(0.05)
         words = ["1", "tiny.toml", "--auto-resume", "--train.steps", "2", "--policies.main.engine.gpus", "own"]
         words += ["--cluster.engine_hosts", json.dumps([f"tcp://{engines.name}:8200"])]

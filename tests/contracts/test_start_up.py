@@ -10,7 +10,7 @@ HEAVY = ("torch", "transformers", "vllm", "megatron", "numpy", "triton", "tensor
 
 @pytest.mark.parametrize(
     "words",
-    [[], *([name] for name in ("train", "eval", "inspect", "launch", "reproduce", "config", "doctor"))],
+    [[], *([name] for name in ("train", "eval", "inspect", "launch", "plan", "reproduce", "config", "doctor"))],
 )
 def test_help_imports_nothing_heavy(words):
     program = (

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +68,8 @@ class Stage:
         return found[0]
 
     def close(self) -> None:
+        """Whatever they left behind ends with them."""
         for process in self.processes:
-            if process.poll() is None:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

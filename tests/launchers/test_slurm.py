@@ -141,17 +141,18 @@ def test_the_end_of_its_time_stops_the_step_in_good_order_and_puts_the_job_back(
     assert stage.recorded("scontrol")[-1]["words"] == ["requeue", job_id]
 
 
-def test_a_failure_at_once_is_final(stage, submit) -> None:
-    process = submit("one_node", "quickstart", FAIL="torchrun")
+def test_a_failure_in_the_first_minutes_is_final(stage, submit) -> None:
+    (stage.folder / "early.sh").write_text("SECONDS=240\n")  # bash reads it before the job
+    process = submit("one_node", "quickstart", FAIL="torchrun", BASH_ENV=str(stage.folder / "early.sh"))
     process.communicate(timeout=60)
     assert process.returncode == 7
     assert not any(call["words"][0] == "requeue" for call in stage.recorded("scontrol"))
 
 
 @pytest.mark.parametrize(("restarts", "again"), [("0", True), ("2", True), ("3", False)])
-def test_a_late_failure_is_tried_again_a_few_times(stage, submit, launchers, restarts, again) -> None:
+def test_a_late_failure_is_tried_again_a_few_times(stage, submit, restarts, again) -> None:
     variables = {"FAIL": "torchrun", "SLURM_RESTART_COUNT": restarts, "BASH_ENV": str(stage.folder / "late.sh")}
-    (stage.folder / "late.sh").write_text("SECONDS=1000\n")  # bash reads it before the job
+    (stage.folder / "late.sh").write_text("SECONDS=1000\n")
     process = submit("one_node", "quickstart", **variables)
     process.communicate(timeout=60)
     assert process.returncode == 7

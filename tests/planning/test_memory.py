@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drmas.planning import memory
+from drmas.planning import costs, memory
 from drmas.runtime import memory as trainers
 from drmas.runtime.room import SLEEPING_BYTES
 
@@ -94,6 +94,16 @@ def test_a_host_without_gpus_holds_all_ranks_and_engines(toy):
     assert device.parts["engine weights"] == 4 * COUNT
     assert device.parts["KV cache"] == 1000
     assert device.parts["processes"] == 1e6
+
+
+def test_an_engine_in_the_trainers_process_has_no_cache_of_its_own(toy):
+    cluster = {"nodes": 1, "gpus_per_node": 1, "device": {"gpu": False}}
+    engine = {"backend": "torch", "dtype": "float32", "gpus": "own", "max_concurrent": 8}
+    job = toy(ranks=1, dtype="float32", engine=engine, cluster=cluster)
+    (device,) = memory.devices(job)
+    assert device.parts["engine weights"] == 4 * COUNT
+    assert device.parts["KV cache"] == 2 * 4 * 2 * 16 * 4 * 8 * 64
+    assert costs.sync_seconds(job, job.policies["main"]) == pytest.approx(4 * COUNT / (1e10 * 0.5))
 
 
 def test_shared_engines_of_two_policies_meet_where_the_ranks_run_out(toy):

@@ -31,6 +31,9 @@ TOP = PREDICTED | {
 }
 
 
+NO_ROOM = ("--policies.solver.engine.gpu-memory-fraction", "0.03", "--policies.verifier.engine.gpu-memory-fraction", "0.03")
+
+
 def plan_of(recipe: str, *words: str, cluster: str = "h100-8", price: float | None = None):
     run = load_recipe(recipe, words)
     team = load_team(run.team)
@@ -53,6 +56,8 @@ def test_phases_are_the_sums_of_their_parts(toy):
     assert found.phases.wake == pytest.approx(costs.wake_seconds(job))
     assert found.phases.other == 2.0
     apart = predict(toy(ranks=2, policies=two, run={"train": {"updates_per_step": 2, "placement": "split"}}))
+    (slowest,) = apart.updates.values()
+    assert apart.phases.train == pytest.approx(slowest.total)
     assert apart.phases.train == pytest.approx(max(training.total for training in apart.training.values()))
 
 
@@ -70,6 +75,18 @@ def test_a_cache_without_room_for_a_sequence_does_not_fit(toy):
     assert cramped.cramped == ["main"]
     assert not cramped.fits
     assert cramped.fullest.headroom > 0
+
+
+def test_a_step_that_never_ends_is_said(toy):
+    found = predict(toy(ranks=1, engine={"gpu_memory_fraction": 0.5}))
+    assert found.phases.step == float("inf")
+    assert bottleneck(found) == "no step ends: the engines have no room for a sequence of main"
+    plan = plan_of("paper-maths-8b", *NO_ROOM)
+    page = render(plan)
+    assert "step       never" in page
+    assert "nan" not in page
+    assert json.loads(json.dumps(to_dict(plan), allow_nan=False))["phases"]["step"] is None
+    assert "Plan of" in document(plan)
 
 
 def test_longer_answers_take_longer(toy, load):

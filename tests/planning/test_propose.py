@@ -109,6 +109,15 @@ def test_a_host_without_gpus_has_one_layout():
     assert propose(make_job(run, team, load_cluster("laptop-cpu"), assumed(run, team))) == Proposals((), (), 0)
 
 
+def test_policies_on_ranks_of_their_own_are_proposed_together_and_the_words_say_so():
+    words = ["--train.placement", "split"]
+    run = load("paper-maths-4b", [*words, "--policies.solver.tensor-parallel", "2"])
+    team = load_team(run.team)
+    best = propose(make_job(run, team, load_cluster("h100-8"), assumed(run, team))).best[0]
+    assert best.overrides[best.overrides.index("--train.placement") + 1] == "shared"
+    assert load("paper-maths-4b", [*words, *best.overrides]).train.placement == "shared"
+
+
 def test_staleness_beyond_one_step_is_kept():
     words = ["--rollout.max-staleness", "3", "--rollout.carry-over", "true", "--loss.mismatch", "truncate"]
     run = load("paper-maths-4b", words)

@@ -1,6 +1,9 @@
-"""One rank of test_broadcast: says what it heard. With `alone`, rank 1 has an error while rank 0 is busy elsewhere."""
+"""One rank of test_broadcast: says what it heard. With `alone`, rank 1 has an error while rank 0 is busy elsewhere; with
+`after`, rank 0 takes its time after an error that didn't end anything; with `missing`, rank 1 never comes.
+"""
 
 import json
+import os
 import sys
 import time
 from datetime import timedelta
@@ -56,11 +59,32 @@ def alone(share) -> None:
     destroy()
 
 
+def after(share) -> None:
+    """A step that takes longer than a rank with an error waits to be heard."""
+    broadcast._GRACE = timedelta(seconds=1)
+    heard = [heard_by_gather(share, 0, DataError("not saved")), share(lambda: time.sleep(4) or "a step")]
+    sys.stdout.write(json.dumps({"rank": dist.get_rank(), "heard": heard}) + "\n")
+    destroy()
+
+
+def missing(rank: int) -> None:
+    started = time.monotonic()
+    if rank == 1:
+        return
+    try:
+        init_distributed(meeting_seconds=3)
+    except ConfigError as error:
+        sys.stdout.write(json.dumps({"rank": rank, "heard": str(error), "seconds": time.monotonic() - started}) + "\n")
+
+
 def main() -> None:
+    if sys.argv[1:] == ["missing"]:
+        missing(int(os.environ["RANK"]))
+        return
     init_distributed()
     share, heard = Broadcast(), []
-    if sys.argv[1:] == ["alone"]:
-        alone(share)
+    if sys.argv[1:]:
+        {"alone": alone, "after": after}[sys.argv[1]](share)
         return
     heard.append(share(rank_zero({"rows": [1, "é"], "none": None})))
     for error in (DataError("bad.jsonl:2"), KeyError("a fault of ours")):

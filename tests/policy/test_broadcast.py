@@ -50,3 +50,17 @@ def test_a_rank_whose_error_nobody_hears_leaves_and_the_others_notice() -> None:
     assert said[1]["seconds"] < 3.5
     assert said[0]["heard"] == "another rank of the job is gone; its own output says why"
     assert said[0]["seconds"] < 20
+
+
+def test_after_an_error_that_was_not_the_end_ranks_wait_for_rank_zero_as_before() -> None:
+    error = ["DataError", "rank 1: not saved"]
+    said = two_ranks("after")
+    assert {rank: each["heard"] for rank, each in said.items()} == {0: [error, "a step"], 1: [error, "a step"]}
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_without_end() -> None:
+    (said,) = two_ranks("missing").values()
+    assert said["rank"] == 0
+    assert said["heard"].startswith("the trainer processes can't meet at ")
+    assert "not all ranks came; what the others write, on whichever host they are, says why" in said["heard"]
+    assert said["seconds"] < 60

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import select
 import signal
 import socket
@@ -26,6 +27,7 @@ from drmas.rollout.vllm_engine import VllmEngine
 
 SECRET = "a secret of the tests"
 CLUSTER = ClusterConfig(token_env="DRMAS_TEST_TOKEN", connect_timeout_seconds=10)
+HASTY = CLUSTER.model_copy(update={"connect_timeout_seconds": 1.0})
 
 
 @pytest.fixture
@@ -41,8 +43,8 @@ def served():
 def serve(tmp_path, served):
     """Engine hosts on loopback; keyword arguments as EngineHost has them."""
 
-    def start(**changes) -> EngineHost:
-        server = EngineHost("127.0.0.1", 0, **{"secret": SECRET, "gpus": [], "logs": tmp_path / "logs", **changes})
+    def start(port: int = 0, **changes) -> EngineHost:
+        server = EngineHost("127.0.0.1", port, **{"secret": SECRET, "gpus": [], "logs": tmp_path / "logs", **changes})
         threading.Thread(target=server.serve, daemon=True).start()
         served.append(server)
         return server
@@ -108,14 +110,27 @@ def gone(pid: int) -> bool:
 # what can be wrong on the way
 
 
-def test_a_host_that_is_not_there_is_named_with_the_keys_that_lead_to_it(monkeypatch):
+def test_a_host_that_is_not_there_is_named_with_the_keys_that_lead_to_it():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    host = RemoteHost(f"tcp://127.0.0.1:{port}", CLUSTER)
-    with pytest.raises(
-        EngineStartError, match=rf"engine a: the engine host tcp://127\.0\.0\.1:{port} can't be reached: .*refused"
-    ):
+    host = RemoteHost(f"tcp://127.0.0.1:{port}", HASTY)
+    refused = rf"engine a: the engine host tcp://127\.0\.0\.1:{port} can't be reached within 1 s: .*cluster\.engine_hosts"
+    with pytest.raises(EngineStartError, match=refused):
         host.launch("a", model=Path("/nowhere"), num_gpus=1, threads=1)
+
+
+def test_a_host_that_comes_later_is_waited_for(serve, monkeypatch):
+    monkeypatch.setenv("DRMAS_TEST_TOKEN", SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    found: queue.Queue[dict] = queue.Queue()
+    thread = threading.Thread(target=lambda: found.put(RemoteHost(f"tcp://127.0.0.1:{port}", CLUSTER).describe()))
+    thread.start()
+    with pytest.raises(queue.Empty):
+        found.get(timeout=0.6)
+    serve(port=port)
+    assert found.get(timeout=30)["device"] == "cpu"
+    thread.join()
 
 
 def test_another_secret_is_refused_on_both_sides_and_never_shown(serve, reach, capfd):

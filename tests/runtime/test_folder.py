@@ -1,3 +1,6 @@
+import errno
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -62,6 +65,29 @@ def test_two_processes_cant_write_one_folder(config) -> None:
     with pytest.raises(ConfigError, match="another process writes"):
         RunFolder(config).open(resume=False, overwrite=False)
     first.close()
+
+
+def test_who_holds_a_folder_is_said(config) -> None:
+    first = RunFolder(config)
+    first.open(resume=False, overwrite=False)
+    for _ in range(2):  # being refused changes nothing
+        with pytest.raises(ConfigError, match=rf"\(process {os.getpid()} on {socket.gethostname()}, since 2\d{{3}}-\d\d-\d\d "):
+            RunFolder(config).open(resume=False, overwrite=False)
+    first.close()
+    second = RunFolder(config)
+    second.open(resume=False, overwrite=False)
+    lock = second.path.with_name(f".{config.name}.lock")
+    assert lock.read_text().count("process") == 1
+    second.close()
+
+
+def test_a_file_system_without_locks_is_said(config, monkeypatch) -> None:
+    def none(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr("drmas.runtime.folder.fcntl.flock", none)
+    with pytest.raises(ConfigError, match=r"can't be locked against other jobs: .*not supported.*use another --output"):
+        RunFolder(config).open(resume=False, overwrite=False)
 
 
 def test_a_process_that_was_refused_touches_nothing(config) -> None:

@@ -149,6 +149,7 @@ def cut(whole: torch.Tensor, region: Region) -> torch.Tensor:
 
 def is_right(workers: Workers, source: Source) -> bool:
     for worker, loaded in workers.loaded.items():
+        assert loaded.keys() == source.whole.keys()
         for name, region in zip(TENSORS.names, worker_regions(TENSORS, 2, worker % 2), strict=True):
             tensor = loaded[name]
             whole, found = source.whole[name], tensor.values if isinstance(tensor, Part) else tensor
@@ -288,7 +289,8 @@ def test_engines_of_another_size_are_refused():
 
 
 def test_weights_are_staged_while_the_engine_goes_on_and_loaded_by_the_push():
-    source, workers, transport = Source(), Workers(), make()
+    source, workers = Source(), Workers()
+    transport = make(source)
     transport.send(workers, 1)
     source.draw(2)
     transport.begin(2, staging=True)
@@ -310,7 +312,8 @@ def test_weights_are_staged_while_the_engine_goes_on_and_loaded_by_the_push():
 
 
 def test_what_was_staged_is_sent_anew_where_it_was_lost():
-    source, workers, transport = Source(), Workers(), make()
+    source, workers = Source(), Workers()
+    transport = make(source)
     for lose in (transport.close, transport.unstage):
         transport.begin(1, staging=True)
         transport.stage(workers)

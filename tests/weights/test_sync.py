@@ -295,6 +295,8 @@ def test_a_trainer_that_vanishes_in_the_middle_leaves_the_old_weights(trainer, m
         patch.setattr(BroadcastOutbox, "deliver", vanish)
         with pytest.raises(ConnectionAbortedError):
             trainer.push()
+
+
 def test_a_trainer_that_hangs_is_given_up_after_the_timeout(trainer, monkeypatch):
     sync = trainer.new_sync(timeout_seconds=1.5)
     fill, calls = BucketTransport._fill, []
