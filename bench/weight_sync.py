@@ -1,18 +1,17 @@
 """Seconds and bandwidth of a weight sync, by transport: `python bench/weight_sync.py [broadcast] [shared-memory] [disk]`.
 
-    --model packaged:smollm2-135m-instruct | tiny:qwen3 | ...      --pushes N      --threads N (engine)      --json FILE      --small
+    --model packaged:smollm2-135m-instruct | tiny:qwen3 | ...      --pushes N      --threads N      --json PATH      --small
 
 One vLLM engine; every transport pushes the model N times and once more to warm up, with all weights changed, and the median
 counts. Of a push, start to finish while the engine is paused: `fill` (copy, finite check, checksum on the trainer), `arrive`
 (until the worker has all of it, verified; fill is a part of it), `load` (vLLM's loaders and re-packing), `finish` (the rest).
-`staged` is the pause where the bytes travelled beforehand. Beside it, in the same run and with the same threads: the bandwidth of
-a copy in memory and of TCP over loopback. Compare ratios: they are of one run.
+`staged` is the pause where the bytes travelled beforehand. Beside it, in the same run and with the same threads: the bandwidth
+of a copy in memory and of TCP over loopback. Compare ratios: they are of one run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import socket
@@ -22,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -33,6 +32,7 @@ if __name__ == "__main__":
 import torch
 from transformers import AutoModelForCausalLM
 
+from bench.suite.record import Ratio, Result, Table, about, add_json, printed
 from drmas.config.cluster import SyncConfig
 from drmas.config.schema import EngineConfig
 from drmas.rollout.vllm_engine import VllmEngine
@@ -96,24 +96,6 @@ class Push:
         return self.total - self.arrive - self.load
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Of one transport: medians over its pushes, in seconds, and bandwidths in GB/s."""
-
-    transport: str
-    bytes: int
-    total: float
-    fill: float
-    arrive: float
-    load: float
-    finish: float
-    staged: float
-    gb_per_second: float
-    arrive_gb_per_second: float
-    of_memory_copy: float
-    of_loopback: float | None
-
-
 def measure(transport: str, engine: VllmEngine, weights: Weights, log: Path, args: argparse.Namespace) -> list[Push]:
     """The pushes after the first."""
     made = open_transport(transport, weights, SyncConfig(), policy="bench", folder=log.parent / "updates")
@@ -134,33 +116,32 @@ def measure(transport: str, engine: VllmEngine, weights: Weights, log: Path, arg
     return pushes
 
 
-def memory_copy() -> float:
-    """GB/s of a copy of 256 MiB, the best of five."""
-    source, target = torch.ones(2**26), torch.zeros(2**26)
+def memory_copy(size: int = 2**28) -> float:
+    """GB/s of a copy of `size` bytes, the best of five."""
+    source, target = (torch.full((size,), value, dtype=torch.uint8) for value in (1, 0))
     return source.nbytes / best(lambda: target.copy_(source)) / 1e9
 
 
-def loopback() -> float:
-    """GB/s of 256 MiB over TCP, the best of five."""
-    payload = bytes(2**26)
+def loopback(size: int = 2**28) -> float:
+    """GB/s of `size` bytes over TCP, the best of five."""
+    payload = bytes(size)
     with socket.create_server((LOOPBACK, 0)) as listener, socket.create_connection(listener.getsockname()) as sender:
         receiver, _ = listener.accept()
         with receiver:
 
             def receive() -> None:
                 buffer = bytearray(2**20)
-                left = 4 * len(payload)
+                left = size
                 while left:
                     left -= receiver.recv_into(buffer)
 
             def transfer() -> None:
                 receiving = threading.Thread(target=receive)
                 receiving.start()
-                for _ in range(4):
-                    sender.sendall(payload)
+                sender.sendall(payload)
                 receiving.join()
 
-            return 4 * len(payload) / best(transfer) / 1e9
+            return size / best(transfer) / 1e9
 
 
 def best(action: Callable[[], object], times: int = 5) -> float:
@@ -173,29 +154,39 @@ def best(action: Callable[[], object], times: int = 5) -> float:
     return min(found)
 
 
-def summary(transport: str, pushes: list[Push], num_bytes: int, *, copy: float, tcp: float) -> Result:
-    total, fill, arrive, load, finish, staged = (
-        statistics.median(getattr(push, name) for push in pushes)
-        for name in ("total", "fill", "arrive", "load", "finish", "staged")
-    )
-    arriving = num_bytes / arrive / 1e9
-    return Result(
-        transport=transport,
-        bytes=num_bytes,
-        total=total,
-        fill=fill,
-        arrive=arrive,
-        load=load,
-        finish=finish,
-        staged=staged,
-        gb_per_second=num_bytes / total / 1e9,
-        arrive_gb_per_second=arriving,
-        of_memory_copy=arriving / copy,
-        of_loopback=arriving / tcp if transport == "broadcast" else None,
-    )
+def median(pushes: list[Push]) -> Push:
+    """Of each part by itself."""
+    return Push(**{part.name: statistics.median(getattr(push, part.name) for push in pushes) for part in fields(Push)})
 
 
-def run(args: argparse.Namespace) -> dict[str, object]:
+def summary(found: dict[str, Push], num_bytes: int, *, model: str, threads: int, copy: float, tcp: float) -> Result:
+    """`copy` and `tcp`: GB/s of what moves bytes without looking at them."""
+    rows = [
+        [name, push.total, push.fill, push.arrive, push.load, push.finish, push.staged, num_bytes / push.total / 1e9]
+        for name, push in found.items()
+    ]
+    arriving = {name: num_bytes / push.arrive / 1e9 for name, push in found.items()}
+    why = "two processes share two cores with whatever else runs there"
+    ratios = []
+    if "shared-memory" in found:
+        value = arriving["shared-memory"] / copy
+        ratios.append(Ratio(name="shared-memory by a copy", value=value, better="higher", tolerance=0.5, why=why, target=0.5))
+    if "broadcast" in found:
+        value = arriving["broadcast"] / tcp
+        ratios.append(Ratio(name="broadcast by TCP over loopback", value=value, better="higher", tolerance=0.5, why=why))
+    for name, push in found.items():
+        share = push.staged / push.total
+        ratios.append(Ratio(name=f"{name}: pause when staged", value=share, better="lower", tolerance=0.5, why=why))
+    title = (
+        f"{model}, {num_bytes / 1e9:.3f} GB, {threads} thread(s) for the engine and for the trainer; a copy in memory "
+        f"{copy:.2f} GB/s, TCP over loopback {tcp:.2f} GB/s"
+    )
+    columns = ["transport", "total s", "fill s", "arrive s", "load s", "finish s", "staged s", "GB/s"]
+    tables = [Table(title=title, columns=columns, rows=rows)]
+    return Result(benchmark="weight_sync", about=about(threads), tables=tables, ratios=ratios)
+
+
+def run(args: argparse.Namespace) -> Result:
     folder = resolve_model("tiny:qwen3" if args.small else args.model, seed=0, key="--model")
     config = EngineConfig(max_model_tokens=256, kv_cache_bytes=2**27, threads=args.threads)
     with tempfile.TemporaryDirectory() as logs:
@@ -204,55 +195,29 @@ def run(args: argparse.Namespace) -> dict[str, object]:
             engine.start()
             weights, copy, tcp = Weights(folder), memory_copy(), loopback()
             log = Path(logs) / "engine-bench.log"
-            results = [
-                summary(name, measure(name, engine, weights, log, args), weights.num_bytes, copy=copy, tcp=tcp)
-                for name in args.transports
-            ]
+            found = {name: median(measure(name, engine, weights, log, args)) for name in args.transports}
         finally:
             engine.close()
-    return {
-        "model": str(folder.name),
-        "engine_threads": args.threads,
-        "memory_copy_gb_per_second": copy,
-        "loopback_gb_per_second": tcp,
-        "results": [asdict(result) for result in results],
-    }
-
-
-def table(found: dict[str, object]) -> str:
-    lines = [
-        f"{found['model']}, {found['results'][0]['bytes'] / 1e9:.3f} GB, engine with {found['engine_threads']} thread(s); a copy in "
-        f"memory {found['memory_copy_gb_per_second']:.2f} GB/s, TCP over loopback {found['loopback_gb_per_second']:.2f} GB/s",
-        f"{'':14}{'total':>8}{'fill':>8}{'arrive':>8}{'load':>8}{'finish':>8}{'staged':>8}   GB/s   arriving  of copy  of TCP",
-    ]
-    for result in found["results"]:
-        seconds = "".join(f"{result[name]:8.3f}" for name in ("total", "fill", "arrive", "load", "finish", "staged"))
-        tcp = "" if result["of_loopback"] is None else f"{result['of_loopback']:8.2f}"
-        lines.append(
-            f"{result['transport']:14}{seconds}{result['gb_per_second']:7.2f}{result['arrive_gb_per_second']:11.2f}"
-            f"{result['of_memory_copy']:9.2f}{tcp}"
-        )
-    return "\n".join(lines)
+    return summary(found, weights.num_bytes, model=folder.name, threads=args.threads, copy=copy, tcp=tcp)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "transports", nargs="*", choices=[*TRANSPORTS, []], default=[], metavar="TRANSPORT", help=", ".join(TRANSPORTS)
-    )
+    choices = ", ".join(TRANSPORTS)
+    parser.add_argument("transports", nargs="*", choices=[*TRANSPORTS, []], default=[], metavar="TRANSPORT", help=choices)
     parser.add_argument("--model", default=PACKAGED)
     parser.add_argument("--pushes", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of the engine and of the trainer")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the engine and of the trainer")
     parser.add_argument("--small", action="store_true", help="a tiny model and two pushes, to see that it runs")
+    add_json(parser)
     args = parser.parse_args()
     args.transports = args.transports or TRANSPORTS
     args.pushes = 2 if args.small else args.pushes
     torch.set_num_threads(args.threads)
     found = run(args)
-    print(table(found))
+    print(printed(found))
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        found.write(args.json)
     return 0
 
 

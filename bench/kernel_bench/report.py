@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.kernel_bench.sides import EAGER, OURS, Case, Measured
+from bench.suite.record import Cell, Ratio, Result, Table, about
 
 COLUMNS = (
     *("case", "op", "shape", "dtype", "implementation", "ms", "ratio_to_eager", "peak_mb", "memory_ratio_to_eager"),
@@ -19,6 +20,12 @@ MEMORY_SLACK_MB = 8.0
 """Peaks that differ by less are the same: what a process holds moves by a few MB from run to run."""
 COMPARABLE_BYTES = 1_000_000
 """A side of torch eager with a smaller peak gives no ratio."""
+
+RATIOS = (
+    ("ratio_to_eager", "time by torch eager's", TIME_TOLERANCE, "sides alternate, but short calls are hit by what else runs"),
+    ("memory_ratio_to_eager", "peak memory by torch eager's", MEMORY_TOLERANCE, "what a process holds moves by a few MB"),
+)
+"""Column, what it is, and how far it may be off, with the reason."""
 
 WIDTHS = (9, 7, 9, 8)
 """Of the table's columns: ms, ratio, peak MB, /floor."""
@@ -107,6 +114,25 @@ def read_csv(path: Path) -> tuple[dict[str, str], list[Row]]:
     if missing:
         raise ValueError(f"{path} lacks the column {missing[0]}; expected a file that bench/kernels.py --csv wrote")
     return header, table
+
+
+def result(header: Mapping[str, str], table: Sequence[Row], threads: int) -> Result:
+    """What `--json` writes: the CSV's numbers, and this project's ratios to torch eager in time and memory, as `compare` has them."""
+    numbers = {"ms", "ratio_to_eager", "peak_mb", "memory_ratio_to_eager", "flops", "bytes", "floor_ms", "time_over_floor"}
+    rows: list[list[Cell]] = [
+        [row[name] if name not in numbers else float(row[name]) if row[name] else None for name in COLUMNS] for row in table
+    ]
+    ratios = []
+    for row in table:
+        if row["implementation"] != OURS:
+            continue
+        for column, what, tolerance, why in RATIOS:
+            if row[column]:
+                name = f"{row['case']}, {row['shape']}: {what}"
+                ratios.append(Ratio(name=name, value=float(row[column]), better="lower", tolerance=tolerance, why=why))
+    title = f"{header['backend'].split(' ')[0]} backend, {header['times']}"
+    tables = [Table(title=title, columns=list(COLUMNS), rows=rows)]
+    return Result(benchmark="kernels", about=about(threads), tables=tables, ratios=ratios)
 
 
 class Verdict(NamedTuple):

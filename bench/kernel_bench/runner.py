@@ -26,6 +26,7 @@ from bench.kernel_bench.cases import cases
 from bench.kernel_bench.gate import run_gate
 from bench.kernel_bench.measure import MMAP_THRESHOLD, Peaks, best_seconds, limit_memory, machine, peak_bytes, peaks
 from bench.kernel_bench.sides import EAGER, OURS, PRESETS, Case, Measured, Side, clear
+from bench.suite.record import add_json
 from drmas_kernels.backend import OPS, choose
 
 ANSWER_TOLERANCE = 0.02
@@ -46,6 +47,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--csv", type=Path, metavar="PATH")
+    add_json(parser)
     parser.add_argument("--plot", type=Path, metavar="PATH", help="svg or png")
     parser.add_argument("--check", type=Path, metavar="CSV", help="compare the ratios with a baseline; exit status 1: worse")
     parser.add_argument("--sweep", action="store_true", help="instead: peak memory of linear_policy_loss at T, 2T and 4T")
@@ -67,8 +69,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--check is {args.check}; there is no such file")
     if args.check and args.implementation and EAGER not in args.implementation:
         parser.error(f"--check compares ratios to {EAGER}, which isn't among --implementation; please add it")
-    if args.sweep and (args.check or args.csv or args.plot):
-        parser.error("--sweep prints its numbers alone; please leave out --check, --csv and --plot")
+    if args.sweep and (args.check or args.csv or args.plot or args.json):
+        parser.error("--sweep prints its numbers alone; please leave out --check, --csv, --json and --plot")
     return args
 
 
@@ -290,6 +292,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = report.rows(measured)
     if args.csv:
         report.write_csv(args.csv, head, table)
+    if args.json:
+        report.result(head, table, torch.get_num_threads()).write(args.json)
     if args.plot and table:
         backend = head["backend"].split(" ")[0]
         bars.draw(args.plot, f"{head['machine']}, {head['date']}, {backend} backend, {head['threads']} threads", table)

@@ -11,6 +11,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -124,12 +125,16 @@ def about(threads: int) -> About:
 
 
 def command() -> str:
-    words = [f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]
-    for place, word in enumerate(words):
-        if word == "--json":
-            del words[place : place + 2]
-            break
-    return shlex.join(["python", *(word for word in words if not word.startswith("--json="))])
+    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    if "--json" in words:
+        place = words.index("--json")
+        del words[place : place + 2]
+    return command_line([word for word in words if not word.startswith("--json=")])
+
+
+def command_line(words: Sequence[str]) -> str:
+    """A benchmark's file and options as one types them in the repository's root."""
+    return shlex.join(["python", f"bench/{words[0]}", *words[1:]])
 
 
 def versions() -> dict[str, str]:

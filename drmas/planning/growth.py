@@ -27,7 +27,7 @@ from drmas.planning.engines import engines_of
 from drmas.planning.job import Job, make_job, with_layout
 from drmas.planning.pipeline import Beside, Steady, simulate_steps, steady
 from drmas.planning.predict import predict
-from drmas.planning.types import Cluster, Lengths, Workload
+from drmas.planning.types import Cluster, Engines, Lengths, Workload
 from drmas.planning.workload import Source
 
 Scaling = Literal["weak", "strong"]
@@ -35,8 +35,10 @@ CALL_SECONDS = 6e-4
 """Of rank 0's one thread, per call: templates, tokens, parsers, bookkeeping; measured by `bench/rollout.py overhead`."""
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 """Of the GPUs that the trainer may get."""
-SIZES = (1, 4, 16, 64, 256, 1024, 4096)
+SIZES = tuple(2**power for power in range(13))
 STEPS = 4
+MOST_EPISODES = 8192
+"""Of a step that is simulated whole. Of more, an equal part of tasks, replicas and the driver's time stands for all."""
 _ENOUGH = 4096
 """Episodes after which on-policy steps, which are all alike, tell nothing new."""
 
@@ -163,9 +165,11 @@ def _point(job: Job, workload: Workload, source: Source, scaling: Scaling, mode:
     )
     if not mode.staleness:
         steps = max(1, min(steps, _ENOUGH // workload.episodes))
+    part, own, share = _part(workload, engines)
     timed = simulate_steps(
-        workload, engines, beside, laid.run.rollout, steps=steps, source=source, seed=seed, call_seconds=CALL_SECONDS
+        part, own, beside, laid.run.rollout, steps=steps, source=source, seed=seed, call_seconds=CALL_SECONDS / share
     )
+    mean = steady(timed, skip=2 if mode.staleness else 0)
     return Point(
         gpus=job.cluster.gpus,
         scaling=scaling,
@@ -174,8 +178,19 @@ def _point(job: Job, workload: Workload, source: Source, scaling: Scaling, mode:
         episodes=workload.episodes,
         trainer_gpus=laid.world,
         engine_gpus=laid.world if together else sum(len(policy.devices) for policy in policies.values()),
-        step=steady(timed, skip=2 if mode.staleness else 0),
+        step=replace(mean, tokens=mean.tokens / share),
     )
+
+
+def _part(workload: Workload, engines: Mapping[str, Engines]) -> tuple[Workload, dict[str, Engines], float]:
+    """What stands for a large step: so many of its tasks as of its replicas, and which share of them that is."""
+    parts = min(-(-workload.episodes // MOST_EPISODES), *(own.replicas for own in engines.values()))
+    own = {name: replace(one, replicas=one.replicas // parts) for name, one in engines.items()}
+    replicas = [sum(one.replicas for one in some.values()) for some in (own, engines)]
+    tasks = max(1, round(workload.tasks * replicas[0] / replicas[1]))
+    share = tasks / workload.tasks
+    flying = max(1, round(workload.max_concurrent_episodes * share))
+    return replace(workload, tasks=tasks, max_concurrent_episodes=flying), own, share
 
 
 def predict_step(job: Job) -> float:

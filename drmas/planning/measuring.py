@@ -40,8 +40,9 @@ from drmas.types import Row
 
 Note = Callable[[str], None]
 
-BATCHES = ((1, 48, 12), (4, 48, 12), (12, 48, 12), (32, 48, 12), (8, 160, 8))
-"""(sequences, prompt tokens, response tokens) of a piece of engine work."""
+BATCHES = ((1, 48, 12), (2, 48, 14), (5, 48, 14), (13, 48, 14), (32, 48, 12), (4, 320, 8))
+"""(sequences, prompt tokens, response tokens) of a piece of engine work. The first of several sequences writes only two tokens,
+so that there are steps without a prompt."""
 UPDATES = ((8, 64, 24), (16, 64, 16), (8, 128, 32), (24, 64, 16))
 """(rows, tokens of a row, of them response) of an update."""
 MICROBATCH_TOKENS = 1024
@@ -100,7 +101,6 @@ class Machine:
     cores: int
     product: float
     """FLOP/s of a large product."""
-    product_origin: str
     memory_bytes: float
     memory_bytes_per_second: float
     host_memory_bytes: float
@@ -132,9 +132,7 @@ def _measure(model: str, dtype: str, rounds: int, note: Note, scratch: Path, sta
     note("memory and products")
     gpu = not host_platform.is_host()
     device = torch.cuda.get_device_name() if gpu else _processor()
-    sheet = data_sheet(device) if gpu else None
-    peak = measured_gemm(dtype)
-    bandwidth = sheet.memory_bytes_per_second if sheet else _bandwidth(host_platform.device())
+    before = _peaks(dtype, device, gpu)
     note(f"engine steps of {TINY}")
     tiny = _config(TINY, dtype)
     with _engine(tiny, resolve_model(TINY), scratch) as engine:
@@ -148,6 +146,7 @@ def _measure(model: str, dtype: str, rounds: int, note: Note, scratch: Path, sta
         updates, scores = _updates(config, trainer, rounds)
         note("weight sync")
         seconds, size = _sync(config, trainer, engine, scratch, rounds)
+    product, bandwidth = map(max, before, _peaks(dtype, device, gpu))
     return Machine(
         model=model,
         dtype=dtype,
@@ -155,8 +154,7 @@ def _measure(model: str, dtype: str, rounds: int, note: Note, scratch: Path, sta
         gpus=torch.cuda.device_count() if gpu else 1,
         device=device,
         cores=len(os.sched_getaffinity(0)),
-        product=peak.flops_per_second,
-        product_origin=peak.origin,
+        product=product,
         memory_bytes=torch.cuda.get_device_properties(0).total_memory if gpu else _host_memory(),
         memory_bytes_per_second=bandwidth,
         host_memory_bytes=_host_memory(),
@@ -220,7 +218,7 @@ async def _batch(engine: VllmEngine, vocab: int, count: int, prompt: int, respon
         asyncio.ensure_future(
             engine.generate(
                 [draw.randrange(vocab // 2, vocab) for _ in range(prompt)],
-                Sampling(max_tokens=response),
+                Sampling(max_tokens=response if index or count == 1 else 2),
                 seed=draw.randrange(2**31),
                 key=f"{index:05d}",
             )
@@ -312,6 +310,15 @@ def _timed(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def _peaks(dtype: str, device: str, gpu: bool) -> tuple[float, float]:
+    """FLOP/s of a large product, bytes per second of memory; of a GPU that is known, its data sheet's."""
+    sheet = data_sheet(device) if gpu else None
+    if sheet is not None:
+        return getattr(sheet, dtype), sheet.memory_bytes_per_second
+    measured_gemm.cache_clear()
+    return measured_gemm(dtype).flops_per_second, _bandwidth(host_platform.device())
 
 
 def _bandwidth(device: torch.device) -> float:

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from drmas.errors import ConfigError
+from drmas.errors import ConfigError, UserError
 from drmas.rollout import host_wire
 from drmas.rollout.host_wire import HandshakeError
 from drmas.weights.wire import LOOPBACK, address_towards
@@ -50,6 +50,8 @@ STRANGER_SECONDS = 10.0
 """How long one that connects may take to prove itself."""
 LAST_WORDS_SECONDS = 5.0
 """How long saying why may hold up the end, where a terminal or a file system hangs."""
+CAUSE_SECONDS = 2.0
+"""How long a rank with an error waits for news of a lost one that may be behind it."""
 
 
 class Share(Protocol):
@@ -96,6 +98,8 @@ def watched(share: Share, *, rank: int, timeout: float, run_dir: Path) -> Iterat
     try:
         yield
     except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, UserError):
+            watch.await_cause()
         watch.close(failed=f"{type(error).__name__}: {error}".partition("\n")[0])
         raise
     watch.close()
@@ -131,6 +135,12 @@ class Watch:
         for link in self._links:
             threading.Thread(target=self._listen, args=(link,), name=f"watch {link.who}", daemon=True).start()
         threading.Thread(target=self._beat, name="watch", daemon=True).start()
+
+    def await_cause(self) -> None:
+        """Where a collective breaks because a rank went away, torch's error doesn't say which: the watch does, and ends the
+        process. It notices at the same time, so it is waited for."""
+        if self._closed.wait(CAUSE_SECONDS):
+            time.sleep(2 * LAST_WORDS_SECONDS)  # ends with the process
 
     def close(self, *, failed: str = "") -> None:
         """Say goodbye, after which it is no alarm that this rank leaves; or that it leaves because it `failed`."""

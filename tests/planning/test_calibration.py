@@ -53,7 +53,6 @@ def machine(overlap: float, *, small: bool = True) -> Machine:
         device="2 cores",
         cores=2,
         product=PRODUCT,
-        product_origin="measured",
         memory_bytes=16e9,
         memory_bytes_per_second=BANDWIDTH,
         host_memory_bytes=16e9,

@@ -283,6 +283,53 @@ def test_I9_a_step_that_changed_no_policy_ends_with_nothing_in_flight_as_well(lo
     assert seen == [(0, 2), (0, 2), (0, 0)]
 
 
+class Recording(Idle):
+    """A transport that can stage, and writes down what it is asked."""
+
+    can_stage = True
+
+    def __init__(self, policy: str, events: list[str]) -> None:
+        self.policy, self.events = policy, events
+
+    def stage(self, client) -> None:
+        self.events.append(f"stage {self.policy}")
+
+    def unstage(self) -> None:
+        self.events.append(f"unstage {self.policy}")
+
+    def begin(self, version: int, *, staging: bool = False) -> None:
+        if not staging:
+            self.events.append(f"push {self.policy} {version}")
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_weights_travel_beside_rollouts_that_run_ahead_and_count_when_these_are_done(loop, ahead) -> None:
+    running, events = loop(total_or_more, odd, steps=1, rollout={"max_staleness": ahead}), []
+    controller, settle = running.controller, running.controller.driver.settle
+    controller.syncs = {name: WeightSync(engine, Recording(name, events)) for name, engine in running.engines.items()}
+    controller.driver.settle = lambda: events.append("settle") or settle()
+    controller.run(1)
+    beside = ["settle", "stage main", "stage other", "settle"] if ahead else []  # before the first step nothing is outdated
+    assert events == [*beside, "push main 1", "push other 1"]
+
+
+def test_what_was_staged_in_an_engine_that_was_started_anew_is_pushed_from_the_start(loop) -> None:
+    running, events = loop(total_or_more, odd, steps=1, rollout={"max_staleness": 1}), []
+    controller, settle = running.controller, running.controller.driver.settle
+    controller.syncs = {name: WeightSync(engine, Recording(name, events)) for name, engine in running.engines.items()}
+
+    def killing() -> dict:
+        if "stage main" in events and "killed" not in events:
+            events.append("killed")
+            running.engines["main"].die()
+        return settle() if running.engines["main"].alive else controller.driver._restarted(["main"])
+
+    controller.driver.settle = killing
+    controller.run(1)
+    assert events == ["stage main", "stage other", "killed", "unstage main", "push main 1", "push other 1"]
+    assert running.engines["main"].version == 1
+
+
 def test_a_failed_save_is_counted_in_the_next_step_and_the_run_goes_on(loop, tmp_path: Path) -> None:
     made = loop(total_or_more, odd, steps=3, fail={1}, checkpoint={"every_steps": 1, "best_metric": "train/main/rows"})
     made.controller.run(1)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -249,8 +250,8 @@ def test_the_process_ends_with_the_status_and_says_why_whatever_its_main_thread_
     assert "start it again with --auto-resume" in log
 
 
-def test_no_folder_is_made_for_a_run_that_never_stood(tmp_path):
-    assert ended(tmp_path / "job").returncode == LOST_HOST
+def test_nothing_is_left_in_the_folder_of_a_run_that_never_stood(tmp_path):
+    assert ended(tmp_path).returncode == LOST_HOST
     assert list(tmp_path.iterdir()) == []
 
 
@@ -352,15 +353,36 @@ def test_the_block_says_goodbye_or_what_it_fails_with(monkeypatch):
     class Quiet:
         def begin(self): ...
 
+        def await_cause(self):
+            words.append("waits")
+
         def close(self, **what):
             words.append(what)
 
+    block = {"rank": 0, "timeout": LONG, "run_dir": None}
     monkeypatch.setattr(watch, "_meet", lambda *_, **__: Quiet())
-    with watched(None, rank=0, timeout=LONG, run_dir=None):
+    with watched(None, **block):
         pass
-    with pytest.raises(ValueError, match="17"), watched(None, rank=0, timeout=LONG, run_dir=None):
+    with pytest.raises(ValueError, match="17"), watched(None, **block):
         raise ValueError("17\nand more")
+    with pytest.raises(ConfigError, match="a key"), watched(None, **block):
+        raise ConfigError("a key")  # its cause is known
     monkeypatch.setattr(watch, "_meet", lambda *_, **__: None)
-    with watched(None, rank=0, timeout=LONG, run_dir=None):
+    with watched(None, **block):
         pass
-    assert words == [{}, {"failed": "ValueError: 17"}]
+    assert words == [{}, "waits", {"failed": "ValueError: 17"}, {"failed": "ConfigError: a key"}]
+
+
+def test_an_error_behind_which_a_lost_rank_is_waits_for_its_name(monkeypatch):
+    """Both are noticed at the same time, and whatever the error does, the process ends by the loss."""
+    near, theirs = socket.socketpair()
+    gone: queue.Queue[str] = queue.Queue()
+    made = Watch(LONG, lambda why, told: gone.put(why))
+    made.add(B, near, far=True)
+    monkeypatch.setattr(watch, "_meet", lambda *_, **__: made)
+    monkeypatch.setattr(watch, "CAUSE_SECONDS", 60.0)
+    monkeypatch.setattr(watch, "LAST_WORDS_SECONDS", 0.1)
+    threading.Timer(0.2, theirs.close).start()
+    with pytest.raises(RuntimeError), watched(None, rank=0, timeout=LONG, run_dir=None):
+        raise RuntimeError("Connection closed by peer")
+    assert gone.get(timeout=30).startswith(f"{B} closed its connection")

@@ -27,7 +27,6 @@ from drmas.weights.sync import SyncResult, WeightSync
 from drmas.weights.wire import Named
 
 Tensors = list[Named]
-TRANSPORTS = ("broadcast", "shared-memory", "disk")
 
 
 class Trainer:
@@ -126,10 +125,18 @@ def write_tiny_qwen2(folder: Path) -> None:
         Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def _trainer(write: Callable[[Path], None], name: str, tmp_path_factory, *, replicas: int = 1) -> Iterator[Trainer]:
+def _trainer(
+    write: Callable[[Path], None], name: str, tmp_path_factory, *, replicas: int = 1, tensor_parallel: int = 1
+) -> Iterator[Trainer]:
     folder = tmp_path_factory.mktemp(name)
     write(folder)
-    config = EngineConfig(max_model_tokens=256, kv_cache_bytes=16 * 2**20, threads=1, request_timeout_seconds=60)
+    config = EngineConfig(
+        max_model_tokens=256,
+        kv_cache_bytes=16 * 2**20,
+        threads=1,
+        request_timeout_seconds=60,
+        tensor_parallel=tensor_parallel,
+    )
     engine = make_engine(
         lambda replica: VllmEngine(
             name, config, model_path=folder, log_dir=folder, seed=0, deterministic=True, replica=replica
@@ -151,6 +158,12 @@ def tied_session(tmp_path_factory) -> Iterator[Trainer]:
 def pair_session(tmp_path_factory) -> Iterator[Trainer]:
     write = partial(write_tiny_qwen3, seed=7, layers=2, tied=True)
     yield from _trainer(write, "pair", tmp_path_factory, replicas=2)
+
+
+@pytest.fixture(scope="session")
+def parallel_session(tmp_path_factory) -> Iterator[Trainer]:
+    write = partial(write_tiny_qwen3, seed=7, layers=2, tied=True)
+    yield from _trainer(write, "parallel", tmp_path_factory, tensor_parallel=2)
 
 
 @pytest.fixture(scope="session")
@@ -180,6 +193,12 @@ def untied(untied_session) -> Trainer:
 def pair(pair_session) -> Trainer:
     """A trainer with two replicas."""
     return _fresh(pair_session)
+
+
+@pytest.fixture
+def parallel(parallel_session) -> Trainer:
+    """A trainer with one engine of two workers."""
+    return _fresh(parallel_session)
 
 
 @pytest.fixture(params=["tied", "untied"])

@@ -1,4 +1,4 @@
-"""Two real vLLM engines of one policy: one push feeds both, or neither."""
+"""Two real vLLM engines of one policy, and one of two workers: one push feeds all workers, or none."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from drmas.errors import EngineDied, SyncError
 from drmas.weights.buckets import BucketTransport
 
 TOLERANCE = 1e-4
+TRANSPORTS = ("broadcast", "shared-memory", "disk")
 PROMPTS = [[4 + i, 9, 11, 5 + 2 * i] for i in range(6)]
 
 
@@ -90,3 +91,22 @@ def test_a_replica_killed_during_a_push_comes_back_alone_and_the_other_kept_its_
 def test_the_logs_are_those_of_the_replicas(pair):
     logs = sorted(path.name for path in pair.engine.engines[0]._log.parent.glob("*.log"))
     assert logs == ["engine-pair-0.log", "engine-pair-1.log"]
+
+
+def test_I10_both_workers_of_an_engine_have_the_trainers_weights_or_neither_does(parallel):
+    assert parallel.engine.sync_client.num_workers == 2
+    for transport in TRANSPORTS:
+        parallel.sync.close()
+        parallel.sync = parallel.new_sync(transport)
+        for stages in (False, True):
+            parallel.change()
+            assert parallel.gap() > 1e-2
+            if stages:
+                parallel.sync.stage(parallel.version + 1)
+            parallel.push()
+            assert parallel.gap() < TOLERANCE
+        parallel.edit = lambda tensors: [(name, tensor) for name, tensor in tensors if "layers.1." not in name]
+        with pytest.raises(SyncError, match="worker 0 of engine 0: the update is incomplete"):
+            parallel.push()
+        parallel.edit = lambda tensors: tensors
+        assert parallel.gap() < TOLERANCE

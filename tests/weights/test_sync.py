@@ -15,7 +15,7 @@ import torch
 from drmas.errors import EngineDied, EngineError, SyncError
 from drmas.rollout.engine import Sampling
 from drmas.rollout.scripted import ScriptedEngine
-from drmas.weights import buckets
+from drmas.weights import filling
 from drmas.weights.broadcast import BroadcastOutbox
 from drmas.weights.buckets import BucketTransport
 from drmas.weights.checksum import Checksum
@@ -158,7 +158,7 @@ def test_a_corrupt_bucket_is_noticed_and_not_loaded(trainer, monkeypatch):
             counted.append(self)
             return super().value() ^ (len(counted) == 2)
 
-    monkeypatch.setattr(buckets, "Checksum", WrongOnce)
+    monkeypatch.setattr(filling, "Checksum", WrongOnce)
     with pytest.raises(SyncError, match="arrived corrupt"):
         trainer.push()
     assert trainer.gap() < TOLERANCE
