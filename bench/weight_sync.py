@@ -2,8 +2,8 @@
 
     --model packaged:smollm2-135m-instruct | tiny:qwen3 | ...      --pushes N      --threads N      --json PATH      --small
 
-One vLLM engine; every transport pushes the model N times and once more to warm up, with all weights changed, and the median
-counts. Of a push, start to finish while the engine is paused: `fill` (copy, finite check, checksum on the trainer), `arrive`
+One vLLM engine; every transport pushes the model N times and once more to warm up, with all weights changed, and the best of
+each part counts, as of what stands beside it: whatever else runs on the machine only adds. Of a push, start to finish while the engine is paused: `fill` (copy, finite check, checksum on the trainer), `arrive`
 (until the worker has all of it, verified; fill is a part of it), `load` (vLLM's loaders and re-packing), `finish` (the rest).
 `staged` is the pause where the bytes travelled beforehand. Beside it, in the same run and with the same threads: the bandwidth
 of a copy in memory and of TCP over loopback. Compare ratios: they are of one run.
@@ -15,7 +15,6 @@ import argparse
 import os
 import re
 import socket
-import statistics
 import sys
 import tempfile
 import threading
@@ -89,11 +88,8 @@ class Push:
     fill: float
     arrive: float
     load: float
+    finish: float
     staged: float
-
-    @property
-    def finish(self) -> float:
-        return self.total - self.arrive - self.load
 
 
 def measure(transport: str, engine: VllmEngine, weights: Weights, log: Path, args: argparse.Namespace) -> list[Push]:
@@ -110,7 +106,7 @@ def measure(transport: str, engine: VllmEngine, weights: Weights, log: Path, arg
             sync.stage(version)
             staged = sync.push(version).seconds
             if number:
-                pushes.append(Push(total, fill, arrive, load, staged))
+                pushes.append(Push(total, fill, arrive, load, total - arrive - load, staged))
     finally:
         sync.close()
     return pushes
@@ -154,9 +150,9 @@ def best(action: Callable[[], object], times: int = 5) -> float:
     return min(found)
 
 
-def median(pushes: list[Push]) -> Push:
-    """Of each part by itself."""
-    return Push(**{part.name: statistics.median(getattr(push, part.name) for push in pushes) for part in fields(Push)})
+def quickest(pushes: list[Push]) -> Push:
+    """The best of each part by itself."""
+    return Push(**{part.name: min(getattr(push, part.name) for push in pushes) for part in fields(Push)})
 
 
 def summary(found: dict[str, Push], num_bytes: int, *, model: str, threads: int, copy: float, tcp: float) -> Result:
@@ -195,7 +191,7 @@ def run(args: argparse.Namespace) -> Result:
             engine.start()
             weights, copy, tcp = Weights(folder), memory_copy(), loopback()
             log = Path(logs) / "engine-bench.log"
-            found = {name: median(measure(name, engine, weights, log, args)) for name in args.transports}
+            found = {name: quickest(measure(name, engine, weights, log, args)) for name in args.transports}
         finally:
             engine.close()
     return summary(found, weights.num_bytes, model=folder.name, threads=args.threads, copy=copy, tcp=tcp)

@@ -1,7 +1,8 @@
 """The `drmas` command. Each command imports what it needs when it runs, so that `--help` answers at once.
 
-A user's mistake (`UserError`) is one message on stderr and exit status 2; Ctrl-C is 130; anything else is a fault of ours
-and shows its traceback. Under torchrun, ranks other than 0 name themselves in the message.
+A user's mistake (`UserError`) is one message on stderr and exit status 2; Ctrl-C is 130; a lost rank or host is 75
+(`runtime.watch`: start the job again); anything else is a fault of ours and shows its traceback. Under torchrun, ranks other
+than 0 name themselves in the message.
 """
 
 from __future__ import annotations
@@ -294,12 +295,29 @@ def plan(
     growth: Annotated[
         int | None, typer.Option("--growth", metavar="N", help="Not a plan: what a step takes on 1, 2, 4, ... N GPUs.")
     ] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option("--calibrate", metavar="FILE", help="Measure this machine, and write its description there.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", metavar="SPEC", help="With --calibrate: the model to measure with.")
+    ] = "packaged:smollm2-135m-instruct",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option("--dtype", help="With --calibrate: of trainer and engine.")
+    ] = "float32",
     published: Annotated[bool, typer.Option("--published", help="Predict what others measured, and show the errors.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="List the packaged cluster descriptions.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
     output: Annotated[Path | None, typer.Option("--output", help="Also write plan.json and plan.html there.")] = None,
 ) -> None:
-    """What a run needs and takes on a cluster: memory, seconds, cost, better layouts. Nothing is fetched, nothing starts."""
+    """What a run needs and takes on a cluster: memory, seconds, cost, better layouts. Nothing is fetched, nothing starts; but
+    --calibrate starts an engine and a trainer for some minutes."""
+    if calibrate is not None:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as for a run
+        os.environ.setdefault("GOMP_SPINCOUNT", "0")
+        from drmas.planning.calibration import calibrate as measure
+
+        measure(calibrate, model, dtype=dtype, note=print)
+        return
     from drmas.cli import plan as command
 
     if list_:

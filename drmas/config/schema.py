@@ -515,6 +515,15 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
+    def hosts_of(self, policy: str) -> list[str]:
+        """The engine hosts of a policy; none where its engines run on rank 0's host."""
+        own = self.policies[policy].engine
+        return [] if own.backend == "torch" else self.cluster.engine_hosts if own.hosts is None else own.hosts
+
+    def shares_gpus(self, policy: str) -> bool:
+        """Whether the policy's engines are on GPUs of trainer ranks."""
+        return self.policies[policy].engine.gpus == "shared" and not self.hosts_of(policy)
+
     @model_validator(mode="before")
     @classmethod
     def _completed(cls, data: Any) -> Any:

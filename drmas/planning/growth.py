@@ -11,7 +11,6 @@ does. Memory isn't looked at: `drmas plan` on one of the sizes does. Called by `
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -218,16 +217,20 @@ def _trainer_unit(policy: PolicyConfig) -> int:
 
 
 def _replicas(job: Job, gpus: int) -> dict[str, int]:
-    """So many GPUs as replicas, in proportion to the policies' work; empty where one would get none."""
+    """So many GPUs as replicas, one more each time where the most work is per replica; empty where one would get none."""
     sizes = {name: policy.config.engine.tensor_parallel for name, policy in job.policies.items()}
     work = {
-        name: policy.parameters
-        * max(1e-9, sum(a.calls * (4 * a.response.moment(1) + a.prompt_tokens) for a in job.workload.of(name)))
+        name: policy.parameters * sum(a.calls * (4 * a.response.moment(1) + a.prompt_tokens) for a in job.workload.of(name))
         for name, policy in job.policies.items()
     }
-    total = math.fsum(work.values())
-    found = {name: int(gpus * work[name] / total) // size for name, size in sizes.items()}
-    return found if min(found.values()) > 0 else {}
+    found, free = dict.fromkeys(sizes, 1), gpus - sum(sizes.values())
+    if free < 0:
+        return {}
+    while fitting := [name for name, size in sizes.items() if size <= free]:
+        name = max(fitting, key=lambda name: work[name] / (found[name] * sizes[name]))
+        found[name] += 1
+        free -= sizes[name]
+    return found
 
 
 def _laid_out(run: RunConfig, *, trainer: int, replicas: Mapping[str, int], mode: Mode, together: bool) -> RunConfig:

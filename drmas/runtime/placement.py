@@ -227,9 +227,8 @@ def _idle_keys(config: RunConfig, team: TeamConfig, name: str, ranks: int, gpu: 
             yield key, stack.reasons[key.replace("_", " ")].why
     if policy.offload_optimizer and not gpu:
         yield "offload_optimizer", "the trainer runs on a CPU"
-    elsewhere = policy.engine.hosts if policy.engine.hosts is not None else config.cluster.engine_hosts
-    if elsewhere and policy.engine.backend == "vllm" and policy.engine.gpus == "shared":
-        yield "engine.gpus", "its engines run on engine hosts, where no trainer rank has GPUs to share"
+    if config.hosts_of(name) and policy.engine.gpus == "shared":
+        yield "engine.gpus", "its engines run on engine hosts, which have no trainer ranks"
     if policy.engine.sleep and not gpu:
         yield "engine.sleep", "an engine on a CPU waits during updates and gives no memory back"
     if policy.lr_schedule == "constant" and policy.lr_min:

@@ -23,13 +23,12 @@ from drmas.weights.transport import Idle, Transport, choose_transport
 def transport_of(config: RunConfig, name: str, *, gpu: bool) -> tuple[str, str]:
     """The transport of a policy on a machine with or without GPUs, and why. ConfigError: the one that is asked for can't be."""
     policy = config.policies[name]
-    hosts = config.cluster.engine_hosts if policy.engine.hosts is None else policy.engine.hosts
     return choose_transport(
         policy.sync.transport,
         policy=name,
         gpu=gpu,
-        engines_local=not hosts,
-        shared_gpus=policy.engine.gpus == "shared",
+        engines_local=not config.hosts_of(name),
+        shared_gpus=config.shares_gpus(name),
         shards=policy.tensor_parallel * policy.pipeline_parallel,
         adapters=policy.syncs_adapters,
         in_process=policy.engine.backend == "torch",
@@ -74,7 +73,7 @@ def _device(config: RunConfig, name: str, transport: str) -> torch.device:
     return payload_device(
         transport,
         gpu=None if host_platform.is_host() else host_platform.device(),
-        shared_gpus=settings.engine.gpus == "shared",
+        shared_gpus=config.shares_gpus(name),
         workers=settings.engine.replicas * settings.engine.tensor_parallel,
         adapters=settings.syncs_adapters,
     )

@@ -7,6 +7,7 @@ import pytest
 from drmas.agents.team import load_team
 from drmas.config.load import load as load_recipe
 from drmas.errors import ConfigError
+from drmas.planning import growth
 from drmas.planning.cluster import load_cluster
 from drmas.planning.growth import AHEAD, CARRIED, ON_POLICY, simulate_growth, table, with_spread
 from drmas.planning.workload import default_workload
@@ -44,6 +45,16 @@ def test_longer_tails_of_the_same_mean_take_longer_and_more_so_on_policy():
     ratios = [b.step.seconds / a.step.seconds for a, b in zip(flat, wide, strict=True)]
     assert all(ratio > 0.99 for ratio in ratios)
     assert ratios[0] >= ratios[2] - 0.02
+
+
+def test_a_part_stands_for_a_large_step(monkeypatch):
+    whole = grow((64,), scalings=("weak",))
+    monkeypatch.setattr(growth, "MOST_EPISODES", 512)
+    part = grow((64,), scalings=("weak",))
+    assert [point.episodes for point in part] == [point.episodes for point in whole] == [1024] * 3
+    for one, other in zip(whole, part, strict=True):
+        assert other.step.seconds == pytest.approx(one.step.seconds, rel=0.1)
+        assert other.tokens_per_second_per_gpu == pytest.approx(one.tokens_per_second_per_gpu, rel=0.1)
 
 
 def test_a_spread_keeps_the_mean():

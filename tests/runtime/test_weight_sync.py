@@ -1,0 +1,54 @@
+"""Which way a policy's weights take, by its own settings and those of the cluster."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drmas.config.load import load
+from drmas.errors import ConfigError
+from drmas.policy import host_platform
+from drmas.runtime import weight_sync
+from drmas.runtime.weight_sync import transport_of
+
+FAR = ("--cluster.engine_hosts", '["tcp://far:8200"]')
+SHARED = ("--policies.main.engine.gpus", "shared")
+HERE = ("--policies.main.engine.hosts", "[]")
+
+
+def config(*words: str):
+    return load("arithmetic-tiny", [*words])
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "transport"),
+    [
+        ([], False, "shared-memory"),
+        ([*FAR], False, "broadcast"),
+        ([*FAR, *HERE], False, "shared-memory"),
+        (["--policies.main.engine.backend", "torch", *FAR], False, "in-process"),
+        ([*SHARED], True, "shared-memory"),
+        (["--policies.main.engine.gpus", "own"], True, "broadcast"),
+        ([*SHARED, *FAR], True, "broadcast"),
+        ([*FAR, "--policies.main.tensor_parallel", "2"], False, "shards"),
+        ([*FAR, "--policies.main.sync.transport", "disk"], False, "disk"),
+    ],
+)
+def test_the_way_follows_the_placement(words, gpu, transport):
+    assert transport_of(config(*words), "main", gpu=gpu)[0] == transport
+
+
+def test_shared_memory_does_not_reach_another_host():
+    with pytest.raises(ConfigError, match=r"policies\.main\.sync\.transport is shared-memory, and engines run on other hosts"):
+        transport_of(config(*FAR, "--policies.main.sync.transport", "shared-memory"), "main", gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "device"),
+    [([*SHARED, *FAR], "cuda"), (["--policies.main.engine.gpus", "own"], "cuda"), ([*SHARED, *FAR, *HERE], "cpu")],
+)
+def test_a_broadcast_goes_from_gpu_to_gpu_unless_engines_share_the_trainers(monkeypatch, words, device):
+    """Engines on hosts of their own share nothing, whatever the key says: NCCL reaches them."""
+    monkeypatch.setattr(host_platform, "is_host", lambda: False)
+    monkeypatch.setattr(host_platform, "device", lambda: torch.device("cuda", 0))
+    assert weight_sync._device(config(*words), "main", "broadcast").type == device
