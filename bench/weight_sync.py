@@ -2,11 +2,12 @@
 
     --model packaged:smollm2-135m-instruct | tiny:qwen3 | ...      --pushes N      --threads N      --json PATH      --small
 
-One vLLM engine; every transport pushes the model N times and once more to warm up, with all weights changed, and the best of
-each part counts, as of what stands beside it: whatever else runs on the machine only adds. Of a push, start to finish while the engine is paused: `fill` (copy, finite check, checksum on the trainer), `arrive`
-(until the worker has all of it, verified; fill is a part of it), `load` (vLLM's loaders and re-packing), `finish` (the rest).
-`staged` is the pause where the bytes travelled beforehand. Beside it, in the same run and with the same threads: the bandwidth
-of a copy in memory and of TCP over loopback. Compare ratios: they are of one run.
+One vLLM engine; every transport pushes the model N times and once more to warm up, with all weights changed. The best of each
+part counts, as of what stands beside it: whatever else runs on the machine only adds. Of a push, start to finish while the
+engine is paused: `fill` (copy, finite check, checksum on the trainer), `arrive` (until the worker has all of it, verified; fill
+is a part of it), `load` (vLLM's loaders and re-packing), `finish` (the rest). `staged` is the pause where the bytes travelled
+beforehand. Beside it, in the same run and with the same threads: the bandwidth of a copy in memory and of TCP over loopback.
+Compare ratios: they are of one run.
 """
 
 from __future__ import annotations

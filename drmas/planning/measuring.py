@@ -133,14 +133,16 @@ def _measure(model: str, dtype: str, rounds: int, note: Note, scratch: Path, sta
     gpu = not host_platform.is_host()
     device = torch.cuda.get_device_name() if gpu else _processor()
     before = _peaks(dtype, device, gpu)
-    note(f"engine steps of {TINY}")
-    tiny = _config(TINY, dtype)
-    with _engine(tiny, resolve_model(TINY), scratch) as engine:
-        engines = [_engine_run(tiny, resolve_model(TINY), engine, rounds, max(count for count, _, _ in BATCHES))]
+    engines = []
+    if model != TINY:
+        note(f"engine steps of {TINY}")
+        tiny = _config(TINY, dtype)
+        with _engine(tiny, resolve_model(TINY), scratch) as engine:
+            engines.append(_engine_run(tiny, resolve_model(TINY), engine, rounds))
     config, folder = _config(model, dtype), resolve_model(model)
     with _engine(config, folder, scratch) as engine:
         note(f"engine steps of {model}")
-        engines.append(_engine_run(config, folder, engine, rounds, max(count for count, _, _ in BATCHES)))
+        engines.append(_engine_run(config, folder, engine, rounds))
         note(f"updates of {model}")
         trainer = _trainer(config, folder)
         updates, scores = _updates(config, trainer, rounds)
@@ -188,12 +190,12 @@ def _engine(config: RunConfig, folder: Path, scratch: Path) -> Iterator[VllmEngi
         engine.close()
 
 
-def _engine_run(config: RunConfig, folder: Path, engine: VllmEngine, rounds: int, most: int) -> EngineRun:
+def _engine_run(config: RunConfig, folder: Path, engine: VllmEngine, rounds: int) -> EngineRun:
     """The pieces of every batch; prompts are random and all different, so that nothing is cached."""
     shape, size = read_architecture(folder).shape, element_bytes(config.policies["main"].engine.dtype)
     cost, parameters = forward_cost(shape), parameter_count(shape)
     work: list[EngineWork] = []
-    asyncio.run(_batch(engine, shape.vocab, min(most, 4), 32, 4, seed=-1))  # the first steps make buffers
+    asyncio.run(_batch(engine, shape.vocab, 4, 32, 4, seed=-1))  # the first steps make buffers
     for seed, (count, prompt, response) in enumerate(BATCHES):
         repeats = []
         for _ in range(rounds):
