@@ -2,7 +2,7 @@
 # make reproduce    install, then try the method's claim with tiny teams on the CPU, and write one report
 # make test         install, then run the whole test suite
 # make lint         what the tests check of the style, alone
-# make bench        install, with TRL beside it, then run every benchmark and write the tables of bench/README.md
+# make bench        install, then run all benchmarks, and write their tables and pictures (half an hour, on a quiet machine)
 # make clean        remove the virtual environment
 #
 # Where nvidia-smi answers, the GPU stack is installed (extra `gpu`), elsewhere the CPU stack (extra `cpu` and vLLM's CPU build).

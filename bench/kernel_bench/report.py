@@ -117,7 +117,7 @@ def read_csv(path: Path) -> tuple[dict[str, str], list[Row]]:
 
 
 def result(header: Mapping[str, str], table: Sequence[Row], threads: int) -> Result:
-    """What `--json` writes: the CSV's numbers, and this project's ratios to torch eager in time and memory, as `compare` has them."""
+    """What `--json` writes: the CSV's numbers, and this project's ratios to torch eager, in time and memory."""
     numbers = {"ms", "ratio_to_eager", "peak_mb", "memory_ratio_to_eager", "flops", "bytes", "floor_ms", "time_over_floor"}
     rows: list[list[Cell]] = [
         [row[name] if name not in numbers else float(row[name]) if row[name] else None for name in COLUMNS] for row in table

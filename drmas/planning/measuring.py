@@ -43,7 +43,7 @@ Note = Callable[[str], None]
 BATCHES = ((1, 48, 12), (2, 48, 14), (5, 48, 14), (13, 48, 14), (32, 48, 12), (4, 320, 8))
 """(sequences, prompt tokens, response tokens) of a piece of engine work. The first of several sequences writes only two tokens,
 so that there are steps without a prompt."""
-UPDATES = ((8, 64, 24), (16, 64, 16), (8, 128, 32), (24, 64, 16))
+UPDATES = ((8, 64, 24), (8, 128, 32), (24, 64, 16))
 """(rows, tokens of a row, of them response) of an update."""
 MICROBATCH_TOKENS = 1024
 ROUNDS = 3

@@ -29,6 +29,7 @@ from drmas.runtime.machine import Machine
 from drmas.runtime.models import resolve_model
 from drmas.runtime.room import EngineNeed, Room, rank_needs
 from drmas.telemetry.trace import Steps
+from drmas.weights.transport import choose_transport
 from drmas_kernels.backend import choose
 
 _COUNTERS = {"failed": "failed episodes", "probe_failed": "failed episodes of baselines"}
@@ -303,6 +304,8 @@ def describe(
             frozen_names(read_architecture(folders[name]), policy.freeze, policy=name)
         lines[f"policy {name}"] = _policy(policy, ranks[name], parameters(folders[name]), parts[name])
     lines |= _engines(config, machine, ranks, folders, parts, world=world)
+    for name in (name for name, policy in config.policies.items() if policy.trainable):
+        lines[f"weights {name}"] = "by {}: {}".format(*transport_of(config, name, gpu=gpu))
     for text in dict.fromkeys(stacks.values()):
         alike = [name for name in stacks if stacks[name] == text]
         lines["stack" if len(alike) == len(stacks) else f"stack {', '.join(alike)}"] = text
@@ -316,6 +319,21 @@ def describe(
         raise ConfigError(str(error)) from error
     lines["kernels"] = f"{kernel.name}: {kernel.reason}"
     return lines
+
+
+def transport_of(config: RunConfig, name: str, *, gpu: bool) -> tuple[str, str]:
+    """The transport of a policy on a machine with or without GPUs, and why. ConfigError: the one that is asked for can't be."""
+    policy = config.policies[name]
+    return choose_transport(
+        policy.sync.transport,
+        policy=name,
+        gpu=gpu,
+        engines_local=not config.hosts_of(name),
+        shared_gpus=config.shares_gpus(name),
+        shards=policy.tensor_parallel * policy.pipeline_parallel,
+        adapters=policy.syncs_adapters,
+        in_process=policy.engine.backend == "torch",
+    )
 
 
 def _rollouts(config: RunConfig) -> str:

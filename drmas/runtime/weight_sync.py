@@ -13,26 +13,12 @@ from drmas.policy.groups import Groups
 from drmas.policy.shard_source import ShardSource
 from drmas.policy.trainer import PolicyTrainer
 from drmas.rollout.engine import Engine
+from drmas.runtime.placement import transport_of
 from drmas.weights.choice import open_transport, payload_device
 from drmas.weights.relay import relayed
 from drmas.weights.shards import ShardTransport
 from drmas.weights.sync import WeightSync
-from drmas.weights.transport import Idle, Transport, choose_transport
-
-
-def transport_of(config: RunConfig, name: str, *, gpu: bool) -> tuple[str, str]:
-    """The transport of a policy on a machine with or without GPUs, and why. ConfigError: the one that is asked for can't be."""
-    policy = config.policies[name]
-    return choose_transport(
-        policy.sync.transport,
-        policy=name,
-        gpu=gpu,
-        engines_local=not config.hosts_of(name),
-        shared_gpus=config.shares_gpus(name),
-        shards=policy.tensor_parallel * policy.pipeline_parallel,
-        adapters=policy.syncs_adapters,
-        in_process=policy.engine.backend == "torch",
-    )
+from drmas.weights.transport import Idle, Transport
 
 
 def make_sync(

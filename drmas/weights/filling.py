@@ -6,6 +6,7 @@ that torch gives it to the calling thread alone. Used by `buckets`.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -46,11 +47,12 @@ class Filler:
             payload[part.end : following.slot.offset].zero_()
         if payload.device.type != "cpu":
             return checksum(payload), next((slot.name for slot, tensor in tensors if not is_finite(tensor)), None)
-        total, starts, bad = Checksum(payload), range(0, payload.numel(), PIECE_BYTES), set()
+        pieces, total, bad = _Pieces(payload, parts), Checksum(payload), set()
+        starts = range(0, payload.numel(), PIECE_BYTES)
 
         def take(thread: int) -> None:
             for start in starts[thread :: self._threads]:
-                bad.update(_fill_piece(payload, parts, start))
+                bad.update(pieces.fill(start))
                 total.add(start)
 
         self._each(take)
@@ -88,22 +90,36 @@ def _there(slot: Slot, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Ten
     return None
 
 
-def _fill_piece(payload: torch.Tensor, parts: Sequence[_Part], start: int) -> Iterator[str]:
-    """The piece that begins at `start`. Gives the names of tensors that aren't finite in it."""
-    for part in parts:
-        slot, source = part
-        first, last = max(start, slot.offset), min(start + PIECE_BYTES, part.end)
-        if first < last:
-            target = payload[first:last]
-            if source is not None:
-                _copy(source[first - slot.offset : last - slot.offset], target)
-            if not all(map(is_finite, target.view(slot.dtype).split(PIECE_WORDS))):
+class _Pieces:
+    """Of a bucket on the host. What is copied is seen as 64-bit words, so that torch counts few elements."""
+
+    def __init__(self, payload: torch.Tensor, parts: Sequence[_Part]) -> None:
+        self._payload, self._parts, self._ends = payload, parts, [part.end for part in parts]
+        self._words = as_type(payload, torch.int64)
+        self._typed = {part.slot.dtype: as_type(payload, part.slot.dtype) for part in parts}
+        self._sources = [None if source is None else as_type(source, torch.int64) for _, source in parts]
+
+    def fill(self, start: int) -> Iterator[str]:
+        """The piece that begins at byte `start`. Gives the names of tensors that aren't finite in it."""
+        for number in range(bisect_right(self._ends, start), len(self._parts)):
+            slot = self._parts[number].slot
+            if slot.offset >= start + PIECE_BYTES:
+                break
+            first, last = max(start, slot.offset), min(start + PIECE_BYTES, self._ends[number])
+            if self._sources[number] is not None:
+                self._copy(number, first, last)
+            size = slot.dtype.itemsize
+            if not all(map(is_finite, self._typed[slot.dtype][first // size : last // size].split(PIECE_WORDS))):
                 yield slot.name
 
+    def _copy(self, number: int, first: int, last: int) -> None:
+        offset = self._parts[number].slot.offset  # like `first` a multiple of 8
+        whole = last // 8
+        self._words[first // 8 : whole].copy_(self._sources[number][(first - offset) // 8 : whole - offset // 8])
+        if rest := last % 8:
+            self._payload[last - rest : last].copy_(self._parts[number].source[last - rest - offset : last - offset])
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """[n] uint8, both at a multiple of 8 bytes: by words, so that torch counts few elements."""
-    words = source.numel() // 8 * 8
-    target[:words].view(torch.int64).copy_(source[:words].view(torch.int64))
-    if words < source.numel():
-        target[words:].copy_(source[words:])
+
+def as_type(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As many elements as there are whole ones in `buffer` ([n] uint8)."""
+    return buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)

@@ -317,3 +317,14 @@ def test_the_single_agent_of_the_page_has_the_solvers_settings():
     assert single.agents == {"solver": single.agents["solver"]}
     for key in ("policy", "max_tokens", "overlong", "invalid_penalty", "chat_template_options", "temperature"):
         assert getattr(single.agents["solver"], key) == getattr(team.agents["solver"], key), key
+
+
+def test_the_transport_of_the_weights_is_said_with_its_reason_and_refused_before_the_start(dry_run):
+    status, lines, _ = dry_run("paper-maths-4b", "--policies.verifier.sync.transport", "broadcast")
+    assert status == 0
+    assert lines["weights verifier"] == "by broadcast: policies.verifier.sync.transport says so"
+    assert re.fullmatch("by (shards|shared-memory): the engines are on .*", lines["weights solver"])
+    where = ("--cluster.engine-hosts", '["tcp://10.0.0.7:8200"]', "--policies.solver.engine.gpus", "own")
+    status, _, err = dry_run("paper-maths-4b", *where, "--policies.solver.sync.transport", "shared-memory")
+    assert status == 2
+    assert "policies.solver.sync.transport is shared-memory, and engines run on other hosts" in err

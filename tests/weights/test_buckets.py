@@ -27,6 +27,7 @@ from tests.weights.ends import CPU, Client, Tensors, push, stage
 ODD = [
     ("scalar", torch.tensor(3.5, dtype=torch.float64)),
     ("three", torch.tensor([1.0, -2.0, 0.5], dtype=torch.bfloat16)),
+    ("nothing", torch.empty(0, 3)),
     ("transposed", torch.arange(12.0).view(3, 4).t()),
     ("cut", torch.arange(11.0, dtype=torch.float32).bfloat16()[1:]),
     ("large", torch.randn(3 * PIECE_BYTES // 8 + 5, generator=torch.Generator().manual_seed(1))),
