@@ -6,8 +6,8 @@ One vLLM engine; every transport pushes the model N times and once more to warm 
 part counts, as of what stands beside it: whatever else runs on the machine only adds. Of a push, start to finish while the
 engine is paused: `fill` (copy, finite check, checksum on the trainer), `arrive` (until the worker has all of it, verified; fill
 is a part of it), `load` (vLLM's loaders and re-packing), `finish` (the rest). `staged` is the pause where the bytes travelled
-beforehand. Beside it, in the same run and with the same threads: the bandwidth of a copy in memory and of TCP over loopback.
-Compare ratios: they are of one run.
+beforehand. Beside it, in the same run: the bandwidth of a copy in memory by one thread, and of TCP over loopback. Compare
+ratios: they are of one run.
 """
 
 from __future__ import annotations
@@ -114,9 +114,13 @@ def measure(transport: str, engine: VllmEngine, weights: Weights, log: Path, arg
 
 
 def memory_copy(size: int = 2**28) -> float:
-    """GB/s of a copy of `size` bytes, the best of five."""
+    """GB/s of a copy of `size` bytes by one thread, the best of five."""
     source, target = (torch.full((size,), value, dtype=torch.uint8) for value in (1, 0))
-    return source.nbytes / best(lambda: target.copy_(source)) / 1e9
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    seconds = best(lambda: target.copy_(source))
+    torch.set_num_threads(threads)
+    return size / seconds / 1e9
 
 
 def loopback(size: int = 2**28) -> float:

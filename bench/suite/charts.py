@@ -27,7 +27,7 @@ def draw(path: Path, result: Result, chart: Chart) -> None:
     wanted = (chart.label, *chart.values, *((chart.split,) if chart.split else ()))
     if missing := [name for name in wanted if name not in columns]:
         raise ValueError(f"the chart of {result.benchmark} shows {missing[0]!r}; its table has {', '.join(table.columns)}")
-    groups = _groups(table.rows, columns[chart.split] if chart.split else None)
+    groups = _groups(table.rows, columns[chart.split] if chart.split else None) or [("", [])]
     heights = [len(rows) + 1.8 for _, rows in groups]
     figure, axes = pyplot.subplots(
         *(len(groups), len(chart.values)),

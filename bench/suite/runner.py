@@ -74,7 +74,8 @@ def run(benchmark: Benchmark, folder: Path, *, quick: bool) -> str | None:
             benchmark.convert(json.loads(raw.read_text()), here).write(written)
             raw.unlink()
         Result.read(written)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
+        written.unlink(missing_ok=True)
         return f"its result can't be read: {error}"
     return None
 

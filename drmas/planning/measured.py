@@ -103,16 +103,16 @@ def read_run(
 
 
 def _shared_starts(episodes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int]]:
-    """(agent, tokens at the prompt's start that another row of the policy has, too) of every row but the first with such a
-    start: what the trainer can compute once, and a cache without blocks would find."""
-    rows: dict[str, list[tuple[list[int], int, str]]] = {}
+    """(agent, tokens at the prompt's start that another row of the agent has, too) of every row but the first with such a
+    start: what the trainer computes once. It takes the agents of a policy one after the other, to measure their gradients."""
+    rows: dict[str, list[tuple[list[int], int]]] = {}
     for turn in (turn for episode in episodes for turn in episode["turns"]):
         if turn["prompt_ids"] and turn["response_ids"]:
             row = [*turn["prompt_ids"], *turn["response_ids"]]
-            rows.setdefault(turn["policy"], []).append((row, len(turn["prompt_ids"]), turn["agent"]))
-    for own in rows.values():
+            rows.setdefault(turn["agent"], []).append((row, len(turn["prompt_ids"])))
+    for agent, own in rows.items():
         before: list[int] = []
-        for row, prompt, agent in sorted(own):
+        for row, prompt in sorted(own):
             yield agent, min(prompt - 1, _leading(a == b for a, b in zip(row, before, strict=False)))
             before = row
 

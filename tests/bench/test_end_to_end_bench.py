@@ -21,7 +21,8 @@ MEBI = 2**20
 
 def step(wall=10.0, generated=2048.0, trained=7000.0, **more):
     values = {"cpu": 2 * wall, "computed": trained, "seconds": {"rollout": 4.0, "train": 5.0, "sync": 0.5}}
-    return Step(wall=wall, generated=generated, trained=trained, loss=0.1, grad_norm=1.0, reward=0.3, **(values | more))
+    said = {"loss": 0.1, "grad_norm": 1.0, "reward": 0.3}
+    return Step(wall=wall, generated=generated, trained=trained, **(values | said | more))
 
 
 def side(name, *steps, peak=4096):

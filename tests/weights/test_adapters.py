@@ -115,6 +115,23 @@ def test_I10_after_a_push_the_engine_computes_with_the_adapters(adapters):
     assert result.bytes < sum(4 * weight.numel() for weight in adapters.base().parameters()) / 2
 
 
+@pytest.mark.parametrize("transport", ["broadcast", "disk", "shared-memory"])
+@pytest.mark.parametrize("stages", [False, True])
+def test_adapters_travel_by_every_transport_staged_or_not(adapters, transport, stages):
+    adapters.push(adapters.draw(1))
+    adapters.sync.close()
+    adapters.sync = WeightSync(
+        adapters.engine, open_transport(transport, adapters, policy="lora", folder=adapters.folder / "to")
+    )
+    old, new = adapters.tensors, adapters.draw(2)
+    if stages:
+        adapters.tensors = new
+        adapters.sync.stage(adapters.version + 1)
+        assert adapters.gap(old) < TOLERANCE
+    adapters.push(new)
+    assert adapters.gap(new) < TOLERANCE
+
+
 def test_no_cached_prefix_survives_a_push(adapters):
     tensors = adapters.draw(3)
     adapters.push(tensors)

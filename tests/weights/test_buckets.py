@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from drmas.config.cluster import SyncConfig
 from drmas.errors import SyncError
 from drmas.weights import broadcast, receiver, shared_memory
-from drmas.weights.broadcast import BroadcastInbox, NcclWay
+from drmas.weights.broadcast import BroadcastInbox, BroadcastOutbox, NcclWay
 from drmas.weights.buckets import BucketTransport
 from drmas.weights.checksum import PIECE_BYTES, checksum
 from drmas.weights.choice import open_transport
@@ -110,6 +111,14 @@ def test_a_source_without_tensors_is_refused(pair):
     transport, client = pair([])
     with pytest.raises(SyncError, match="names no tensors"):
         push(transport, client)
+
+
+def test_a_bucket_on_its_way_is_not_filled_again():
+    metadata = [(str(i), torch.float32, (10,)) for i in range(8)]
+    outbox = BroadcastOutbox(CPU)
+    rooms = [outbox.room(bucket) for bucket in plan_buckets(Update.of(metadata), 128)]
+    assert len(rooms) == 4
+    assert all(one.data_ptr() != other.data_ptr() for one, other in pairwise(rooms))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
