@@ -168,9 +168,7 @@ def test_the_summary_names_layout_stack_and_memory(two):
         (["--policies.main.offload-optimizer"], ["policies.main.offload_optimizer has no effect: the trainer runs on a CPU"]),
         (
             ["--policies.main.engine.gpus", "shared", "--policies.main.engine.hosts", '["tcp://far:8200"]'],
-            [
-                "policies.main.engine.gpus has no effect: its engines run on engine hosts, which have no trainer ranks"
-            ],
+            ["policies.main.engine.gpus has no effect: its engines run on engine hosts, which have no trainer ranks"],
         ),
         (["--policies.main.engine.gpus", "shared", "--policies.main.engine.hosts", "[]"], []),
         (
