@@ -9,7 +9,6 @@ differs within a group), learning rate, machine and threads. One agent, since TR
     drmas                      `drmas train`: Megatron and vLLM, the policy's and the engine's settings as in `--recipe` below
     TRL                        GRPOTrainer, generation by transformers
     TRL, continuous batching   the same with transformers' continuous batching
-    TRL, colocated vLLM        the same with vLLM in the trainer's process
 
 Sides are processes of their own and take turns, step by step, the first of which warms up and doesn't count; the best step of
 each counts. A step's tokens are those it generates plus those it trains on, prompts too, however they were computed. Memory is
@@ -41,11 +40,16 @@ from drmas.runtime.models import PACKAGED, resolve_model
 
 PEERS = Path(__file__).parent / "peers"
 OURS, TRL = "drmas", "TRL"
-SIDES = (OURS, TRL, "TRL, continuous batching", "TRL, colocated vLLM")
-ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+SIDES = (OURS, TRL, "TRL, continuous batching")
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+PASSIVE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+"""What the command `drmas` sets for itself; TRL has torch's own way of waiting."""
 SYSTEM = (
     "You are a careful teacher of mathematics. Read the problem, name the quantities that are given, say which is asked for, "
-    "and work it out in small steps, one sentence for each. Check the result before you give it, and end with the number alone."
+    "and work it out in small steps, a sentence for each. Check the result before you give it, and end with the number alone. "
+    "For example: A baker fills 6 trays with 14 rolls each and sells 59 of the rolls before noon. How many rolls are left? "
+    "Given are 6 trays, 14 rolls on each, and 59 sold rolls; asked for are the rolls that are left. 6 times 14 is 84. "
+    "84 less 59 is 25. Check: 25 and 59 is 84. 25"
 )
 NEVER_SAID = "<repo_name>"
 """A token of SmolLM2's vocabulary that it was pretrained with at the starts of repositories."""
@@ -182,9 +186,8 @@ def trl_settings(args: argparse.Namespace, folder: Path, side: str) -> dict[str,
         "disable_tqdm": True,
     }
     if side == "TRL, continuous batching":
-        config["use_transformers_continuous_batching"] = True
-    if side == "TRL, colocated vLLM":
-        config |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512}
+        blocks = {"num_blocks": 2 * episodes, "max_batch_tokens": 2048}  # of 256 tokens; by itself it takes most of the memory
+        config |= {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": blocks}
     config |= dict(args.trl)
     common = {"model": str(folder / "model"), "tasks": str(folder / "tasks.jsonl"), "system": SYSTEM}
     return common | {"threads": args.threads, "episodes": episodes, "config": config}
@@ -204,7 +207,7 @@ def start(name: str, args: argparse.Namespace, folder: Path) -> Side:
         stdout=subprocess.PIPE,
         stderr=log.open("w"),
         text=True,
-        env=os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(args.threads)},
+        env=os.environ | ENVIRONMENT | (PASSIVE if name == OURS else {}) | {"OMP_NUM_THREADS": str(args.threads)},
     )
     return Side(name, log, process, PeakMemory(process.pid))
 
@@ -328,7 +331,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=8, help="episodes per task")
     parser.add_argument("--tokens", type=int, default=64, help="of every response")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--microbatch", type=int, default=2048, help="tokens per microbatch of drmas")
+    parser.add_argument("--microbatch", type=int, default=1024, help="tokens per microbatch of drmas")
     parser.add_argument("--trl-batch", type=int, default=8, help="episodes per batch of TRL")
     parser.add_argument(
         "--trl", type=setting, action="append", default=[], metavar="KEY=JSON", help="of GRPOConfig; several times"

@@ -51,7 +51,7 @@ class Weights:
 
     def __init__(self, folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._tensors = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+        self._tensors = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
         self.num_bytes = sum(tensor.nbytes for _, tensor in self._tensors)
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:

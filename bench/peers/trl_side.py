@@ -3,7 +3,7 @@
     TRL-PYTHON bench/peers/trl_side.py SETTINGS.json
 
 Runs in an environment of its own, without drmas. The settings are what the benchmark wrote; `config` goes to GRPOConfig as it
-is. vLLM is out of sight unless it is asked for: TRL imports it where it finds it, and the memory would count.
+is. vLLM is out of sight: TRL imports it where it finds it, and the memory would count.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from transformers import TrainerCallback
 from turns import Turns
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
-ROLLOUT = ("transformers.generate", "transformers.generate_batch", "vLLM.generate")
-SYNC = ("sync_weights",)
+ROLLOUT = ("transformers.generate", "transformers.generate_batch")
 
 
 def words(text: str) -> list[str]:
@@ -57,20 +56,17 @@ class TakesTurns(TrainerCallback):
         if "reward" not in logs:
             return
         step = time.perf_counter() - self.started
-        rollout, sync = self.spent(ROLLOUT), self.spent(SYNC)
+        rollout = sum(seconds for name, seconds in self.phases.items() if name.endswith(ROLLOUT))
         trained, self.seen = logs["num_tokens"] - self.seen, logs["num_tokens"]
         self.turns.say(
             generated=logs["completions/mean_length"] * self.episodes,
             trained=trained,
             computed=trained,
-            seconds={"rollout": rollout, "train": step - rollout - sync, "sync": sync},
+            seconds={"rollout": rollout, "train": step - rollout, "sync": 0.0},
             loss=logs["loss"],
             grad_norm=logs["grad_norm"],
             reward=logs["reward"],
         )
-
-    def spent(self, names: tuple[str, ...]) -> float:
-        return sum(seconds for name, seconds in self.phases.items() if name.endswith(names))
 
 
 def read_clocks() -> dict[str, float]:
@@ -89,8 +85,7 @@ def read_clocks() -> dict[str, float]:
 
 
 def train(settings: Mapping, turns: Turns) -> None:
-    if not settings["config"].get("use_vllm"):
-        sys.modules["vllm"] = None
+    sys.modules["vllm"] = None
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(settings["threads"])

@@ -30,8 +30,9 @@ from drmas.planning.types import Cluster, Engines, Lengths, Workload
 from drmas.planning.workload import Source
 
 Scaling = Literal["weak", "strong"]
-CALL_SECONDS = 6e-4
-"""Of rank 0's one thread, per call: templates, tokens, parsers, bookkeeping; measured by `bench/rollout.py overhead`."""
+CALL_SECONDS = 5e-4
+"""Of rank 0's one thread, per call. `bench/rollout.py overhead` measures 0.1 to 0.3 ms of templates, tokens, parsers and
+bookkeeping; messages to engines and back come on top (an assumption)."""
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 """Of the GPUs that the trainer may get."""
 SIZES = tuple(2**power for power in range(13))

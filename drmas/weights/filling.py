@@ -1,20 +1,20 @@
 """Fill a bucket on the host in one pass over memory: copy, look for NaN and Inf, and sum, while a piece is in a core's cache.
 
-A bucket is cut into pieces, whatever lies in them; several threads take one after the other. Every operation is small enough
-that torch gives it to the calling thread alone. Used by `buckets`.
+A bucket is cut into pieces, whatever lies in them; several threads take one after the other, and torch computes each within
+the thread that took it: to wake others takes longer than a piece. Used by `buckets`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from drmas.weights.checksum import PIECE_BYTES, PIECE_WORDS, Checksum, checksum
+from drmas.weights.checksum import PIECE_BYTES, Checksum, checksum
 from drmas.weights.source import is_finite
 from drmas.weights.wire import Slot
 
@@ -38,7 +38,7 @@ class Filler:
 
     def __init__(self, threads: int) -> None:
         self._threads = min(threads, MOST_THREADS)
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: ThreadPoolExecutor | None = None  # kept: a new thread takes milliseconds to its full speed
 
     def fill(self, payload: torch.Tensor, tensors: Sequence[tuple[Slot, torch.Tensor]]) -> tuple[int, str | None]:
         """Fill `payload` [n] uint8 with a bucket's `tensors`. Its checksum, and the name of the first one that isn't finite."""
@@ -48,21 +48,31 @@ class Filler:
         if payload.device.type != "cpu":
             return checksum(payload), next((slot.name for slot, tensor in tensors if not is_finite(tensor)), None)
         pieces, total, bad = _Pieces(payload, parts), Checksum(payload), set()
-        starts = range(0, payload.numel(), PIECE_BYTES)
+        numbers = range(-(-payload.numel() // PIECE_BYTES))
 
         def take(thread: int) -> None:
-            for start in starts[thread :: self._threads]:
-                bad.update(pieces.fill(start))
-                total.add(start)
+            for number in numbers[thread :: self._threads]:
+                bad.update(pieces.fill(number))
+                total.add(number)
 
         self._each(take)
         return total.value(), next((slot.name for slot, _ in tensors if slot.name in bad), None)
 
+
     def _each(self, action: Callable[[int], None]) -> None:
-        if self._threads == 1:
-            return action(0)
+        """`action` of the threads' numbers at the same time, each without threads of torch's own."""
+
+        def alone(thread: int) -> None:
+            torch.set_num_threads(1)
+            action(thread)
+
         self._pool = self._pool or ThreadPoolExecutor(self._threads, "fill")
-        for done in [self._pool.submit(action, thread) for thread in range(self._threads)]:
+        threads = torch.get_num_threads()
+        try:
+            wait(doing := [self._pool.submit(alone, thread) for thread in range(self._threads)])
+        finally:
+            torch.set_num_threads(threads)  # what a thread sets for itself holds for threads that start later, too
+        for done in doing:
             done.result()
 
     def close(self) -> None:
@@ -99,8 +109,9 @@ class _Pieces:
         self._typed = {part.slot.dtype: as_type(payload, part.slot.dtype) for part in parts}
         self._sources = [None if source is None else as_type(source, torch.int64) for _, source in parts]
 
-    def fill(self, start: int) -> Iterator[str]:
-        """The piece that begins at byte `start`. Gives the names of tensors that aren't finite in it."""
+    def fill(self, piece: int) -> Iterator[str]:
+        """The piece of this number. Gives the names of tensors that aren't finite in it."""
+        start = piece * PIECE_BYTES
         for number in range(bisect_right(self._ends, start), len(self._parts)):
             slot = self._parts[number].slot
             if slot.offset >= start + PIECE_BYTES:
@@ -109,7 +120,7 @@ class _Pieces:
             if self._sources[number] is not None:
                 self._copy(number, first, last)
             size = slot.dtype.itemsize
-            if not all(map(is_finite, self._typed[slot.dtype][first // size : last // size].split(PIECE_WORDS))):
+            if not is_finite(self._typed[slot.dtype][first // size : last // size]):
                 yield slot.name
 
     def _copy(self, number: int, first: int, last: int) -> None:

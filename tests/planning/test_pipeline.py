@@ -91,6 +91,15 @@ def test_carried_over_episodes_don_t_wait_for_the_longest():
     assert 1 < far.lag_mean <= far.lag_max <= 3
 
 
+def test_a_step_ahead_ends_with_nothing_in_flight():
+    """Weights never arrive under a request, so nothing is prefilled again."""
+    speed = replace(PLAIN, prefill_token_seconds=0.01)
+    found = steady(run(AHEAD, work(), train=1.0, speed=speed))
+    assert found.seconds == pytest.approx(32 * 20 * 0.01 + 50 * 0.1 + 0.5 + 0.25)
+    carried = steady(run(CARRIED, work(), train=1.0, speed=speed))
+    assert carried.seconds > found.seconds
+
+
 def test_a_trainer_on_the_engines_devices_gains_nothing():
     alone = steady(run(ON_POLICY, work(), sync=0.0, other=0.0))
     shared = steady(run(AHEAD, work(), sync=0.0, other=0.0, trainer_shares=True))
@@ -105,14 +114,22 @@ def test_policies_are_synced_one_after_the_other_and_what_is_in_flight_stands():
     assert {step.sync for step in steps} == {5.0}
 
 
-def test_deterministic_steps_are_those_of_the_gate():
-    load = work(0.8)
-    engines = {"main": Engines(PLAIN, replicas=3)}
-    free, barred = (
-        steady(simulate_steps(load, engines, Beside(1.0, {}), config, steps=4), skip=0)
-        for config in (ON_POLICY, RolloutConfig())
+def test_deterministic_replicas_take_twice_as_long_where_tails_are_long_and_one_engine_as_long():
+    agents = (
+        AgentLoad("solver", "main", 1.0, 10.0, 0.0, Lengths.fitted(200, 1.0, 2000)),
+        AgentLoad("verifier", "main", 1.5, 10.0, 0.0, Lengths.fitted(50, 0.5, 1000)),
     )
-    assert free.rollout <= barred.rollout + 1e-9
+    load, speed = Workload(agents, 32, 8, 10**6), replace(PLAIN, sequence_seconds=1e-4)
+    ratios = []
+    for replicas in (4, 1):
+        engines = {"main": Engines(speed, replicas=replicas)}
+        free, barred = (
+            steady(simulate_steps(load, engines, Beside(1.0, {}), config, steps=4), skip=0)
+            for config in (ON_POLICY, RolloutConfig())
+        )
+        ratios.append(barred.rollout / free.rollout)
+    assert 1.7 < ratios[0] < 2.8
+    assert ratios[1] == pytest.approx(1.0, abs=0.02)
 
 
 def test_a_sequence_without_room_is_refused():

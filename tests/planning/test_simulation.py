@@ -104,6 +104,15 @@ def test_siblings_find_a_start_only_where_one_of_them_ran():
     assert (together.prompt_tokens, apart.prompt_tokens) == (10 + 3 * 2, 2 * (10 + 2))
 
 
+def test_what_an_episode_read_before_is_cached_once_it_has_come():
+    speed = replace(PLAIN, prefill_token_seconds=1.0)
+    own = (call(1, prompt=10), call(1, prompt=30, own=20, shared=15, after=(0,)))
+    assert roll(own, speed=speed).prompt_tokens == 10 + 10
+    apart = {name: Engines(speed) for name in ("main", "other")}
+    parted = (call(1, prompt=10), call(1, prompt=30, own=20, policy="other", after=(0,)))
+    assert roll(parted, engines=apart).prompt_tokens == 10 + 10  # what all tasks begin with
+
+
 def test_an_episode_keeps_to_its_replica_and_new_ones_go_to_the_quietest():
     speed = replace(PLAIN, slots=1)
     # replica 0: 9; replica 1: 1 and 1; the third episode goes to the first replica, as both have one

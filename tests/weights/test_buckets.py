@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from drmas.config.cluster import SyncConfig
 from drmas.errors import SyncError
-from drmas.weights import broadcast, receiver, shared_memory
+from drmas.weights import broadcast, filling, receiver, shared_memory
 from drmas.weights.broadcast import BroadcastInbox, BroadcastOutbox, NcclWay
 from drmas.weights.buckets import BucketTransport
 from drmas.weights.checksum import PIECE_BYTES, checksum
@@ -119,6 +120,23 @@ def test_a_bucket_on_its_way_is_not_filled_again():
     rooms = [outbox.room(bucket) for bucket in plan_buckets(Update.of(metadata), 128)]
     assert len(rooms) == 4
     assert all(one.data_ptr() != other.data_ptr() for one, other in pairwise(rooms))
+
+
+def test_torch_has_its_threads_after_a_bucket_was_filled(monkeypatch):
+    inside, before, is_finite = [], torch.get_num_threads(), filling.is_finite
+    monkeypatch.setattr(filling, "is_finite", lambda part: inside.append(torch.get_num_threads()) or is_finite(part))
+    tensor = torch.zeros(PIECE_BYTES)
+    (bucket,) = plan_buckets(Update.of(Tensors([("zeros", tensor)]).metadata()), 2**30)
+    filler = Filler(2)
+    torch.set_num_threads(3)
+    try:
+        filler.fill(torch.empty(bucket.num_bytes, dtype=torch.uint8), [(bucket.slots[0], tensor)])
+        with ThreadPoolExecutor(1) as new:
+            assert new.submit(torch.get_num_threads).result() == torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+        filler.close()
+    assert inside == [1] * 4
 
 
 @pytest.mark.parametrize("threads", [1, 3])
