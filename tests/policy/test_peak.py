@@ -26,7 +26,7 @@ def test_a_listed_gpu_has_the_peak_of_its_data_sheet(card, settings, expected):
 
 
 def test_another_gpu_is_measured_and_so_is_a_product_that_a_listed_one_lacks(card):
-    card("NVIDIA L40S")
+    card("NVIDIA GeForce RTX 5090")
     assert peak.device_peak(PolicyConfig(model="x")).origin == "measured: float32"
     card("NVIDIA A100-SXM4-80GB")
     assert peak.device_peak(PolicyConfig(model="x", fp8="hybrid", dtype="bfloat16")).origin == "measured: bfloat16"
