@@ -374,9 +374,7 @@ def serve_retriever(
 
 @app.command("serve-engines")
 def serve_engines(
-    host: Annotated[
-        str, typer.Option("--host", help="The address of this machine that trainers see; others than loopback need a secret.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", help="The address of this machine that trainers see.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8200,
     gpus: Annotated[
         str | None, typer.Option("--gpus", help="Those that engines may have, such as 0-3,6; all if unset.")

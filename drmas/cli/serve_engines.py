@@ -13,9 +13,9 @@ from drmas.rollout.host_server import EngineHost
 
 
 def serve_engines(*, host: str, port: int, gpus: str | None, logs: Path, token_env: str) -> None:
-    """Serve until interrupted. ConfigError: the address can't be served, or the secret is missing where it is needed."""
+    """Serve until interrupted. ConfigError: the address can't be served, or the secret is missing."""
     secret, usable = os.environ.get(token_env, ""), parse_gpus(gpus, count_gpus())
-    server = EngineHost(host, port, secret=secret, gpus=usable, logs=logs, say=lambda text: print(text, flush=True))
+    server = EngineHost(host, port, secret=secret, gpus=usable, logs=logs, say=_say, token_env=token_env)
 
     def stop(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -55,6 +55,12 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
 def _name(host: str) -> str:
-    """What others call this machine where it listens on every address."""
-    return socket.gethostname() if host in ("0.0.0.0", "::", "") else host
+    """What others call this machine, in a URL: its name where it listens on every address."""
+    if host in ("0.0.0.0", "::", ""):
+        return socket.gethostname()
+    return f"[{host}]" if ":" in host else host

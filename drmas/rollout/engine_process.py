@@ -84,13 +84,17 @@ def describe_status(status: int) -> str:
 def peak_memory_bytes(pid: int) -> int:
     """The largest resident size so far of the process `pid`, plus that of its children (tensor-parallel workers)."""
     total = 0
-    try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-            total += sum(peak_memory_bytes(int(child)) for child in children)
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                total += int(line.split()[1]) * 1024
-    except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
-        pass
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        total += sum(peak_memory_bytes(int(child)) for child in _read(task / "children").split())
+    for line in _read(Path(f"/proc/{pid}/status")).splitlines():
+        if line.startswith("VmHWM:"):
+            total += int(line.split()[1]) * 1024
     return total
+
+
+def _read(file: Path) -> str:
+    """What the system says there; "" of a process or thread that has ended."""
+    try:
+        return file.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

@@ -14,11 +14,14 @@ from pathlib import Path
 from drmas.config.cluster import ClusterConfig
 from drmas.errors import EngineStartError
 from drmas.rollout import host_wire
+from drmas.rollout.engine_process import EXIT_GRACE_SECONDS
 from drmas.rollout.host_wire import HandshakeError, Message
 
 RETRY_SECONDS = 0.25
 QUESTION_SECONDS = 5.0
-"""How long a host may take to say how an engine ended, or how much memory it has."""
+"""How long a host may take to be reached, and to answer what it knows."""
+END_SECONDS = EXIT_GRACE_SECONDS + host_wire.KILL_SECONDS + QUESTION_SECONDS
+"""How long it may take to say how an engine ended, which it has to wait for."""
 
 
 class RemoteHost:
@@ -35,16 +38,21 @@ class RemoteHost:
     def launch(self, name: str, *, model: Path, num_gpus: int, threads: int | None) -> tuple[RemoteProcess, socket.socket]:
         """Start an engine's process there: it, and our end of its connection.
 
-        EngineStartError: the host can't be reached, or it can't start one, and why.
+        GPUs that are taken are waited for: an engine that was killed gives them back in a moment, one whose trainer was cut off
+        once it has noticed. EngineStartError: the host can't be reached, or it can't start one, and why.
         """
         request = {"do": "launch", "name": name, "model": str(model), "num_gpus": num_gpus, "threads": threads}
-        connection, answer = self._ask({**request, "silence_seconds": self._silence}, name, self._patience)
-        if "error" in answer:
+        deadline = time.monotonic() + max(self._patience, 2 * self._silence)
+        while True:
+            connection, answer = self._ask({**request, "silence_seconds": self._silence}, name, self._patience)
+            if "error" not in answer:
+                connection.settimeout(None)
+                host_wire.set_keepalive(connection, self._silence)
+                return RemoteProcess(self, answer), connection
             connection.close()
-            raise EngineStartError(f"{answer['error']} ({self.url})")
-        connection.settimeout(None)
-        host_wire.set_keepalive(connection, self._silence)
-        return RemoteProcess(self, answer["engine"], answer["log"]), connection
+            if not answer.get("taken") or time.monotonic() >= deadline:
+                raise EngineStartError(f"{answer['error']} ({self.url})")
+            time.sleep(RETRY_SECONDS)
 
     def describe(self) -> Message:
         """`host` (its name), `device` ("cpu", "cuda"), `gpus` and `free` (indices), `facts` (versions and settings).
@@ -53,13 +61,16 @@ class RemoteHost:
         """
         return self.question({"do": "describe"}, self._patience)
 
-    def question(self, message: Message, patience: float = QUESTION_SECONDS) -> Message:
-        """What the host says, within `patience` seconds for each step of the way. EngineStartError: nothing."""
-        connection, answer = self._ask(message, "", patience)
+    def question(self, message: Message, patience: float = QUESTION_SECONDS, *, thinks: float | None = None) -> Message:
+        """What the host says, within `patience` seconds for each step of the way; it may think for `thinks` seconds.
+
+        EngineStartError: nothing.
+        """
+        connection, answer = self._ask(message, "", patience, thinks)
         connection.close()
         return answer
 
-    def _ask(self, message: Message, who: str, patience: float) -> tuple[socket.socket, Message]:
+    def _ask(self, message: Message, who: str, patience: float, thinks: float | None = None) -> tuple[socket.socket, Message]:
         who = f"engine {who}: " if who else ""
         try:
             connection = self._connected(patience)
@@ -72,6 +83,7 @@ class RemoteHost:
             connection.settimeout(patience)
             host_wire.prove(connection, self._secret, server=False)
             host_wire.send(connection, message)
+            connection.settimeout(thinks or patience)
             return connection, host_wire.receive(connection)
         except (HandshakeError, OSError) as error:
             connection.close()
@@ -95,16 +107,18 @@ class RemoteHost:
 class RemoteProcess:
     """An engine's process on another host, as `engine_process.EngineProcess` has it."""
 
-    def __init__(self, host: RemoteHost, number: int, log: str) -> None:
-        self.pid, self.where, self.log = number, f"process {number} at {host.url}", f"{log} at {host.url}"
-        self._host, self._tail = host, f"--- its log is {log} at {host.url}"
+    def __init__(self, host: RemoteHost, started: Message) -> None:
+        """`started`: the host's answer."""
+        self.pid, self.where = started["pid"], f"process {started['pid']} at {host.url}"
+        self.log = f"{started['log']} at {host.url}"
+        self._host, self._number, self._tail = host, started["engine"], f"--- its log is {self.log}"
 
     def kill(self) -> None:
         """Where the host doesn't answer the engine ends with its connection, which `Connection` shuts."""
-        self._asked({"do": "kill", "engine": self.pid})
+        self._asked("kill")
 
     def end(self) -> str:
-        answer = self._asked({"do": "end", "engine": self.pid})
+        answer = self._asked("end", thinks=END_SECONDS)
         if answer is None:
             return "is gone, and its host doesn't answer"
         self._tail = answer["tail"] or self._tail
@@ -114,11 +128,11 @@ class RemoteProcess:
         return self._tail
 
     def peak_memory_bytes(self) -> int:
-        answer = self._asked({"do": "memory", "engine": self.pid})
+        answer = self._asked("memory")
         return 0 if answer is None else answer["bytes"]
 
-    def _asked(self, message: Message) -> Message | None:
+    def _asked(self, do: str, thinks: float | None = None) -> Message | None:
         try:
-            return self._host.question(message)
+            return self._host.question({"do": do, "engine": self._number}, thinks=thinks)
         except EngineStartError:
             return None

@@ -5,14 +5,16 @@
     rank 0 ── connect, prove, "end" ────▶ this process: how it ended, the end of its log
 
 An engine ends with its connection: when the trainer closes it, dies, or falls silent for as long as it said at the start. All
-of them end with this process. Whoever knows the secret can start engines, and with them code; without a secret only loopback is
-served. One thread per connection; none of them lives as long as an engine but the one that waits for its end.
+of them end with this process. Whoever knows the secret can start engines, and with them code; there always is one, since every
+user of a machine reaches its loopback. One thread per connection; none of them lives as long as an engine but the one that
+waits for its end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import itertools
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -27,14 +29,19 @@ from drmas.rollout.vllm_launch import check_model_folder, engine_device, engine_
 from drmas.telemetry.environment import code_version, shared_settings, software
 
 HANDSHAKE_SECONDS = 10.0
+MOST_UNPROVEN = 64
+"""Connections at a time of which it isn't known yet who they are."""
 LEAST_SECRET = 16
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ENDED_KEPT = 256
 """Ended engines that are still known by how they ended."""
 
 
 def _nothing(text: str) -> None:
     """Where nobody listens."""
+
+
+class _NoneFree(EngineStartError):
+    """The GPUs are there, and taken: by engines that may end."""
 
 
 @dataclass
@@ -52,19 +59,28 @@ class EngineHost:
     """Listens from its making; `serve` answers until `close`."""
 
     def __init__(
-        self, host: str, port: int, *, secret: str, gpus: Sequence[int], logs: Path, say: Callable[[str], None] = _nothing
+        self,
+        host: str,
+        port: int,
+        *,
+        secret: str,
+        gpus: Sequence[int],
+        logs: Path,
+        say: Callable[[str], None] = _nothing,
+        token_env: str = "DRMAS_ENGINE_TOKEN",
     ) -> None:
-        """`gpus`: those that engines may have, as indices into what this process sees. `say` hears what happens.
+        """`gpus`: those that engines may have, as indices into what this process sees. `say` hears what happens. `token_env`:
+        where the secret comes from.
 
-        ConfigError: the address can't be had, or is open to others while the secret is missing or short.
+        ConfigError: the address can't be had, or the secret is missing or short.
         """
-        if host not in LOOPBACK and len(secret) < LEAST_SECRET:
+        if len(secret) < LEAST_SECRET:
             raise ConfigError(
-                f"--host {host} can be reached from other machines and the secret has {len(secret)} characters; set "
-                f"DRMAS_ENGINE_TOKEN to at least {LEAST_SECRET} random ones, the same here and for the trainer"
+                f"{token_env} has {len(secret)} characters; whoever knows it can run code here, so set it to at least "
+                f"{LEAST_SECRET} random ones (openssl rand -hex 16), the same here and for the trainer"
             )
         try:
-            self._listener = socket.create_server((host, port))
+            self._listener = _listening(host, port)
         except OSError as error:
             raise ConfigError(
                 f"--host {host} --port {port} can't be served: {error}; take another --port, or 0 for a free one"
@@ -73,20 +89,38 @@ class EngineHost:
         self.device = engine_device()
         self.gpus = tuple(gpus)
         self._secret, self._logs, self._say = secret, logs, say
-        self._engines: dict[int, _Engine] = {}
+        self._closing = threading.Event()
+        self._unproven = threading.Semaphore(MOST_UNPROVEN)
+        self._numbers = (f"{secrets.token_hex(3)}-{count}" for count in itertools.count(1))  # no other start has the same
+        self._engines: dict[str, _Engine] = {}
         self._lock = threading.Lock()  # guards _engines and the choice of GPUs
 
     def serve(self) -> None:
-        """Answer until the listener is closed."""
-        while True:
+        """Answer until `close`. Whatever goes wrong with one connection, engines go on."""
+        while not self._closing.is_set():
             try:
-                connection, peer = self._listener.accept()
-            except OSError:
-                return
+                self._accept()
+            except (OSError, RuntimeError) as error:  # too many files, too many threads, a peer that left already
+                if not self._closing.is_set():
+                    self._say(f"a connection was lost: {error}")
+                    self._closing.wait(1.0)
+
+    def _accept(self) -> None:
+        connection, peer = self._listener.accept()
+        if not self._unproven.acquire(blocking=False):
+            connection.close()
+            self._say(f"refused {peer[0]}: {MOST_UNPROVEN} connections have proved nothing yet")
+            return
+        try:
             threading.Thread(target=self._answer, args=(connection, peer[0]), name=f"peer-{peer[0]}", daemon=True).start()
+        except RuntimeError:
+            self._unproven.release()
+            connection.close()
+            raise
 
     def close(self) -> None:
         """Stop listening and end all engines."""
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -104,16 +138,26 @@ class EngineHost:
             try:
                 host_wire.prove(connection, self._secret, server=True)
                 message = host_wire.receive(connection)
-                answer = self._do(message, connection)
             except PeerLeft:  # as probes do that only ask whether somebody listens
                 return
             except HandshakeError as error:
                 self._say(f"refused {peer}: {error}")
                 return
-            except (EngineStartError, KeyError, TypeError, ValueError) as error:
-                answer = {"error": str(error) if isinstance(error, EngineStartError) else f"a bad message: {error!r}"}
-            if answer is not None:
+            finally:
+                self._unproven.release()
+            if (answer := self._answer_to(message, connection)) is not None:
                 host_wire.send(connection, answer)
+
+    def _answer_to(self, message: Message, connection: socket.socket) -> Message | None:
+        try:
+            return self._do(message, connection)
+        except EngineStartError as error:
+            return {"error": str(error), "taken": isinstance(error, _NoneFree)}
+        except (KeyError, TypeError, ValueError) as error:
+            return {"error": f"a bad message: {error!r}"}
+        except OSError as error:  # no room for its log, no memory for its process, a model's folder that can't be read
+            self._say(f"an engine can't be started: {error}")
+            return {"error": f"an engine can't be started on {socket.gethostname()}: {error}"}
 
     def _do(self, message: Message, connection: socket.socket) -> Message | None:
         """The answer; None where `launch` has sent it and the connection is the engine's."""
@@ -138,17 +182,18 @@ class EngineHost:
     def _launch(self, message: Message, connection: socket.socket) -> Message | None:
         name, model = str(message["name"]), Path(message["model"])
         check_model_folder(model, name, where=f" on {socket.gethostname()}; it must have the same path on every host")
-        log = self._logs / f"engine-{_file_part(name)}-{os.getpid()}.log"
         with self._lock:
+            number = next(self._numbers)
+            log = self._logs / f"engine-{_file_part(name)}-{number}.log"
             gpus = self._take(int(message["num_gpus"]), name)
             environment = engine_environment(self.device, message["threads"], gpus or None)
             host_wire.set_keepalive(connection, float(message["silence_seconds"]))
             connection.settimeout(None)
             process = spawn(environment, log, connection)
             engine = _Engine(name, process, gpus, threading.Event())
-            self._engines[process.pid] = engine
+            self._engines[number] = engine
         threading.Thread(target=self._await, args=(engine,), name=f"engine-{name}", daemon=True).start()
-        host_wire.send(connection, {"engine": process.pid, "gpus": list(gpus), "log": str(log.absolute())})
+        host_wire.send(connection, {"engine": number, "pid": process.pid, "gpus": list(gpus), "log": str(log.absolute())})
         return None
 
     def _take(self, count: int, name: str) -> tuple[int, ...]:
@@ -158,7 +203,7 @@ class EngineHost:
         free = self._free()
         if count > len(free):
             taken = ", ".join(f"{engine.name} {list(engine.gpus)}" for engine in self._running())
-            raise EngineStartError(
+            raise (_NoneFree if count <= len(self.gpus) else EngineStartError)(
                 f"engine {name} needs {count} GPU(s); {socket.gethostname()} serves {len(self.gpus)}, of which {len(free)} are "
                 f"free ({taken or 'none is taken'})"
             )
@@ -177,18 +222,25 @@ class EngineHost:
         engine.ended.set()
         self._say(f"engine {engine.name} ({engine.process.where}) {engine.end}")
         with self._lock:
-            ended = [pid for pid, each in self._engines.items() if each.ended.is_set()]
-            for pid in ended[:-_ENDED_KEPT]:
-                del self._engines[pid]
+            ended = [number for number, each in self._engines.items() if each.ended.is_set()]
+            for number in ended[:-_ENDED_KEPT]:
+                del self._engines[number]
 
-    def _end(self, number: int) -> Message:
+    def _end(self, number: str) -> Message:
         engine = self._engines.get(number)
         if engine is None:
             return {"end": "is unknown to its host, which was started anew since", "tail": ""}
         if not engine.ended.wait(EXIT_GRACE_SECONDS):
             engine.process.kill()
-            engine.ended.wait(HANDSHAKE_SECONDS)
+            engine.ended.wait(host_wire.KILL_SECONDS)
         return {"end": engine.end or "can't be killed", "tail": engine.process.log_tail()}
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Of the address family that `host` has, IPv4 where it has both. OSError: it can't be had."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    return socket.create_server(address, family=family)
 
 
 def _file_part(name: str) -> str:

@@ -13,12 +13,15 @@ import hmac
 import json
 import secrets
 import socket
+import time
 from typing import Any
 
 Message = dict[str, Any]
 
 CHALLENGE_BYTES = 32
 MOST_MESSAGE_BYTES = 1 << 20
+KILL_SECONDS = 10.0
+"""How long an engine that was killed may take to be gone: a GPU's context and pinned memory are taken down first."""
 
 
 class HandshakeError(Exception):
@@ -78,11 +81,17 @@ def _proof(secret: str, challenges: bytes, *, server: bool) -> bytes:
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """`count` bytes and not one more."""
-    received = b""
-    while len(received) < count:
-        part = connection.recv(count - len(received))
-        if not part:
-            raise PeerLeft("the other side closed the connection")
-        received += part
+    """`count` bytes and not one more, all of them within the connection's timeout."""
+    received, limit = b"", connection.gettimeout()
+    deadline = None if limit is None else time.monotonic() + limit
+    try:
+        while len(received) < count:
+            if deadline is not None:
+                connection.settimeout(max(1e-3, deadline - time.monotonic()))
+            part = connection.recv(count - len(received))
+            if not part:
+                raise PeerLeft("the other side closed the connection")
+            received += part
+    finally:
+        connection.settimeout(limit)
     return received

@@ -35,7 +35,8 @@ def engine_device() -> str:
 
 
 def engine_environment(device: str, threads: int | None, gpus: Sequence[int] | None = None) -> dict[str, str]:
-    """The environment of an engine process on `device` with `threads` CPU threads (all that this process may use if None).
+    """The environment of an engine process on `device` with `threads` CPU threads. None: all that this process may use, and
+    beside a GPU as many as its own environment says.
 
     `gpus` are those that it sees, as indices into what this process sees; all of them if None.
     """
@@ -62,6 +63,8 @@ def engine_environment(device: str, threads: int | None, gpus: Sequence[int] | N
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "LD_PRELOAD": ":".join(filter(None, [openmp_library(), kept.get("LD_PRELOAD", "")])),
         }
+    elif threads is not None:
+        kept["OMP_NUM_THREADS"] = str(threads)
     if gpus is not None:
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(gpus))
     return kept

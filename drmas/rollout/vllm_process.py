@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +49,10 @@ class Channel:
         """The messages that are there already."""
         while not self._inbox.empty():
             yield self._inbox.get()
+
+    def hang_up(self) -> None:
+        """The parent reads no more from here, whichever child of ours still has the socket open."""
+        self._socket.shutdown(socket.SHUT_WR)
 
     def _read(self) -> None:
         """Until the parent or its socket is gone, or sends what is no message: then this process group has no purpose left."""
@@ -88,11 +93,17 @@ def main() -> None:
 
     from drmas.rollout.vllm_loop import EngineLoop
 
-    adapter = request.get("adapter")
-    EngineLoop(engine, channel, deterministic=request["deterministic"], version=request["version"], adapter=adapter).run()
-    engine.engine_core.shutdown()
+    adapter, status = request.get("adapter"), 0
+    try:
+        EngineLoop(engine, channel, deterministic=request["deterministic"], version=request["version"], adapter=adapter).run()
+        engine.engine_core.shutdown()
+    except BaseException:
+        traceback.print_exc()
+        status = 1
     sys.stdout.flush()
-    os._exit(0)  # the interpreter would spend seconds on taking vLLM apart, while the trainer waits
+    sys.stderr.flush()
+    channel.hang_up()
+    os._exit(status)  # the interpreter would spend seconds on taking vLLM apart, or hang in it, while the trainer waits
 
 
 class RefusedArguments(Exception):

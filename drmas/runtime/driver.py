@@ -195,7 +195,7 @@ class Driver:
     def _each_sleeper(self, do: str, **how: Any) -> str | None:
         """Of the engines that sleep during updates; why one of them fails. One that is dead is found to be so elsewhere."""
         for name, engine in self.engines.items():
-            if self.config.policies[name].engine.sleep:
+            if self.config.policies[name].engine.sleep and self.config.shares_gpus(name):
                 try:
                     getattr(engine, do)(**how)
                 except EngineDied:
@@ -247,10 +247,10 @@ class Driver:
             raise EngineDied(
                 f"the engine of policy {name!r} died {limit + 1} times{why}; policies.{name}.engine.max_restarts is {limit}"
             )
-        self.restarts[name] += 1
         self.collector.hold(name)  # until its weights are pushed
-        self.console.note(f"the engine of policy {name!r} died{why}; starting it again ({self.restarts[name]} of {limit})")
+        self.console.note(f"the engine of policy {name!r} died{why}; starting it again ({self.restarts[name] + 1} of {limit})")
         self.engines[name].start()
+        self.restarts[name] += 1
 
 
 def _message(

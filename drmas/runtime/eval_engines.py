@@ -111,7 +111,9 @@ class Engines:
 
 
 def _shared(name: str, voice: Voice, voices: Mapping[str, Voice], plan: Sequence[Collection[str]]) -> Voice:
-    """The voice with its part of the GPU's memory."""
+    """The voice with its part of the GPU's memory; on an engine host it gets GPUs of its own."""
+    if any(seat.host is not None for seat in voice.seats):
+        return voice
     together = max(sum(voices[other].policy == voice.policy for other in names) for names in plan if name in names)
     fraction = voice.config.gpu_memory_fraction / together
     return replace(voice, config=voice.config.model_copy(update={"gpu_memory_fraction": fraction}))

@@ -37,8 +37,10 @@ from drmas.rollout.collector import Collector
 from drmas.rollout.engine import Sampling
 from drmas.rollout.remote import Remote
 from drmas.runtime.eval_engines import EngineFactory, Engines, Voice, training_engine
+from drmas.runtime.gpus import check_fractions
 from drmas.runtime.machine import Machine
 from drmas.runtime.models import load_tokenizer, resolve_model
+from drmas.runtime.preflight import ask_engine_hosts
 from drmas.runtime.scores import SOLVED_AT, Scores
 from drmas.runtime.tools import make_tools
 from drmas.telemetry.console import Console
@@ -307,15 +309,23 @@ def _spoken(team: TeamConfig) -> set[str]:
 
 
 def _voices(config: RunConfig, models: Mapping[str, Path], teams: Iterable[TeamConfig]) -> dict[str, Voice]:
-    """What the engines serve that these teams need, and where. ConfigError: there are too few GPUs for them."""
-    spoken = set().union(*map(_spoken, teams))
-    used = {name: policy for name, policy in config.policies.items() if {name, _base(name)} & spoken}
+    """What the engines serve that these teams need, and where.
+
+    ConfigError: there are too few GPUs for them, or engines that speak in one team want more than a whole one.
+    """
+    spoken = [_spoken(team) for team in teams]
+    everyone = set().union(*spoken)
+    used = {name: policy for name, policy in config.policies.items() if {name, _base(name)} & everyone}
     seats = Machine.here(0).place(config.model_copy(update={"policies": used}), world=0)
+    ask_engine_hosts(config, seats)
+    for names in spoken:
+        speaking = {name: policy.engine for name, policy in used.items() if {name, _base(name)} & names}
+        check_fractions(speaking, seats)
     voices = {}
     for name, policy in used.items():
-        if name in spoken:
+        if name in everyone:
             voices[name] = Voice(name, policy.engine, models[name], seats[name])
-        if _base(name) in spoken:
+        if _base(name) in everyone:
             voices[_base(name)] = Voice(name, policy.engine, _base_folder(config, name), seats[name])
     return voices
 

@@ -19,6 +19,7 @@ from drmas.config.load import dump
 from drmas.config.schema import RunConfig
 from drmas.errors import CheckpointError, ConfigError
 from drmas.telemetry.environment import write_environment
+from drmas.telemetry.sinks import replace_text
 
 FREE_TO_CHANGE = (
     *("name", "output", "train.steps", "train.epochs", "train.ranks", "train.threads", "train.placement"),
@@ -83,7 +84,7 @@ class RunFolder:
 
     def settle(self) -> None:
         """The run's settings are sound: write them, and delete what this run replaces."""
-        (self.path / "config.json").write_text(dump(self.config))
+        replace_text(self.path / "config.json", dump(self.config))
         write_environment(self.path)
         shutil.rmtree(self._aside, ignore_errors=True)
 
@@ -109,7 +110,12 @@ class RunFolder:
 
     def _settings_there(self) -> dict[str, Any] | None:
         file = self.path / "config.json"
-        return json.loads(file.read_text()) if file.is_file() else None
+        try:
+            return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        except ValueError as error:
+            raise CheckpointError(
+                f"{file} is damaged ({error}); put the run's settings back (drmas config show prints a recipe's), or delete it"
+            ) from error
 
     def _holds_run(self) -> bool:
         metrics = self.path / "metrics.jsonl"

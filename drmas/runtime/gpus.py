@@ -26,6 +26,9 @@ class Seat(NamedTuple):
     """Indices into what this process sees. None: there are none (a CPU), or the engine host chooses `tensor_parallel` ones."""
 
 
+ROUNDING = 1e-9
+"""Of a sum of fractions: 0.1 and 0.2 and 0.7 are one."""
+
 Seats = Mapping[str, Sequence[Seat]]
 """Policy -> a seat for each replica."""
 
@@ -52,6 +55,20 @@ def place_engines(config: RunConfig, *, world: int, ranks_per_host: int, gpus_pe
             if policy.engine.gpus == turn:
                 seats[name] = tuple(_seats(name, policy.engine, places[name], host))
     return {name: seats[name] for name in config.policies}
+
+
+def check_fractions(engines: Mapping[str, EngineConfig], seats: Seats) -> None:
+    """ConfigError: engines that run at a time, by policy, want more of a GPU of this host than there is."""
+    on: dict[int, list[str]] = {}
+    for name in engines:
+        for gpu in (gpu for seat in seats[name] for gpu in seat.gpus or ()):
+            on.setdefault(gpu, []).append(name)
+    for gpu, names in on.items():
+        if (total := sum(engines[name].gpu_memory_fraction for name in names)) > 1 + ROUNDING:
+            terms = " + ".join(
+                f"policies.{name}.engine.gpu_memory_fraction {engines[name].gpu_memory_fraction:g}" for name in names
+            )
+            raise ConfigError(f"GPU {gpu} has engines that want {total:g} of it: {terms}; lower them to 1 in sum")
 
 
 def _hosts(engine: EngineConfig, shared: Iterator[str]) -> Iterator[str | None]:

@@ -23,6 +23,8 @@ from drmas.policy import host_platform
 from drmas.policy.architecture import read_architecture
 from drmas.policy.convert import frozen_names, slots
 from drmas.policy.megatron_config import policy_stack
+from drmas.rollout.vllm_options import check_options
+from drmas.rollout.vllm_process import engine_arguments
 from drmas.runtime import memory
 from drmas.runtime.hub_models import is_whole
 from drmas.runtime.machine import Machine
@@ -230,8 +232,9 @@ def _idle_keys(config: RunConfig, team: TeamConfig, name: str, ranks: int, gpu: 
         yield "offload_optimizer", "the trainer runs on a CPU"
     if config.hosts_of(name) and policy.engine.gpus == "shared":
         yield "engine.gpus", "its engines run on engine hosts, which have no trainer ranks"
-    if policy.engine.sleep and not gpu:
-        yield "engine.sleep", "an engine on a CPU waits during updates and gives no memory back"
+    if policy.engine.sleep and not (gpu and config.shares_gpus(name)):
+        why = "its GPUs are its own" if gpu else "an engine on a CPU waits during updates and gives no memory back"
+        yield "engine.sleep", why
     if policy.lr_schedule == "constant" and policy.lr_min:
         yield "lr_min", "lr_schedule is constant"
     if policy.loss.kl_coefficient is not None and not measures_kl(config, policy):
@@ -268,7 +271,7 @@ def describe(
     machine: Machine | None = None,
 ) -> dict[str, str]:
     """Label -> line. ModelError: a model of a family or shape that the trainer can't take in this layout. ConfigError: engines
-    for which there are too few GPUs or too little memory.
+    for which there are too few GPUs or too little memory. EngineStartError: `engine.options` that an engine can't have.
 
     `find(spec, seed=..., key=...)` gives the folders of references and critics, of which their shape is read. `machine`: the
     host of rank 0; this one if None.
@@ -378,6 +381,9 @@ def _engines(
         return {"engines": f"{error} ({machine.gpus} GPUs per host are assumed; --gpus-per-host says otherwise)"}
     needs, activations = {}, {}
     for name, policy in config.policies.items():
+        if policy.engine.backend == "vllm":
+            fixed = () if config.hosts_of(name) else engine_arguments("cuda" if machine.gpus else "cpu")
+            check_options(name, policy.engine.options, fixed)
         architecture = read_architecture(folders[name])
         needs[name] = EngineNeed.of(policy.engine, architecture, parameters(folders[name]))
         shares = {rank: memory.Share(policy, tuple(ranks[name]), place) for place, rank in enumerate(ranks[name])}

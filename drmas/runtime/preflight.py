@@ -7,7 +7,8 @@ the ranks of a host read one disk.
 
 Not compared is what differs from host to host by right: names of interfaces and adapters (*_SOCKET_IFNAME, NCCL_IB_HCA), files,
 OMP_NUM_THREADS (threads are `train.threads`, and cores of a host), DRMAS_CACHE, NCCL_DEBUG. How many ranks there are is checked
-by `placement`. Engines on rank 0's host inherit its environment; engine hosts say theirs to rank 0. Called by the run.
+by `placement`. Engines on rank 0's host inherit its environment; engine hosts say theirs to rank 0, with how many GPUs they
+have. Called by the run and by evaluations.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +25,9 @@ import torch
 from drmas.config.load import dump
 from drmas.config.schema import RunConfig
 from drmas.errors import ConfigError
+from drmas.rollout.host_client import RemoteHost
 from drmas.runtime.folder import flat
+from drmas.runtime.gpus import Seats
 from drmas.runtime.watch import Share
 from drmas.telemetry.environment import code_version, shared_settings, software
 
@@ -122,6 +126,33 @@ def check_engine_host(url: str, theirs: Facts) -> None:
         raise ConfigError(
             f"an engine host isn't as the trainer is: {'; '.join(problems)}. Make them equal, or set cluster.preflight to false"
         )
+
+
+def ask_engine_hosts(config: RunConfig, seats: Seats) -> None:
+    """Ask every engine host that has one of the `seats` what it is.
+
+    EngineStartError: one can't be reached. ConfigError: it has fewer GPUs than its engines need, or, where `cluster.preflight`
+    says so, isn't as this rank is.
+    """
+    needed: Counter[str] = Counter()
+    for name, own in seats.items():
+        for seat in own:
+            if seat.host is not None:
+                needed[seat.host] += config.policies[name].engine.tensor_parallel
+    for url, count in needed.items():
+        found = RemoteHost(url, config.cluster).describe()
+        if config.cluster.preflight:
+            check_engine_host(url, found["facts"])
+        if found["device"] == "cuda" and count > len(found["gpus"]):
+            there = Counter(name for name, own in seats.items() for seat in own if seat.host == url)
+            engines = " + ".join(
+                f"{count} of {name} x tensor_parallel {config.policies[name].engine.tensor_parallel}"
+                for name, count in there.items()
+            )
+            raise ConfigError(
+                f"the engines at {url} need {needed[url]} GPUs ({engines}); it serves {len(found['gpus'])}: name more hosts in "
+                "cluster.engine_hosts, or lower policies.NAME.engine.replicas or .tensor_parallel"
+            )
 
 
 def _few(words: Sequence[str], most: int = 3, between: str = ", ") -> str:

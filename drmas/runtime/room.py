@@ -16,7 +16,7 @@ from drmas.config.schema import EngineConfig, RunConfig
 from drmas.errors import ConfigError
 from drmas.policy.architecture import Architecture
 from drmas.runtime import memory
-from drmas.runtime.gpus import Seat, Seats
+from drmas.runtime.gpus import ROUNDING, Seat, Seats
 from drmas.runtime.machine import Machine
 
 GIB = 2**30
@@ -26,9 +26,6 @@ SLEEPING_BYTES = 2 * GIB
 """Allowance for what an engine that sleeps keeps on its GPU: context, NCCL, captured graphs, LoRA's buffers. Not measured."""
 PROCESS_BYTES = 0.65 * GIB
 """Of an engine's process on a CPU without weights and cache: a tiny model's has 0.65 GiB (`peak_memory_bytes`)."""
-
-ROUNDING = 1e-9
-"""Of a sum of fractions: 0.1 and 0.2 and 0.7 are one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ class _Gpu:
         awake = sum(config.gpu_memory_fraction for _, config in self.engines if not config.sleep)
         sleeping = sum(config.sleep for _, config in self.engines)
         if self.rank is None:
-            return [_Moment("while episodes run", self.in_process, share)]
+            return [_Moment("while episodes run", 0.0, share)]
         resident = self.rank.on_device + self.in_process + CONTEXT_BYTES
         updates = _Moment("while policies are trained", resident + self.rank.activations + sleeping * SLEEPING_BYTES, awake)
         return [_Moment("while episodes run", resident, share), updates] if sleeping else [updates]
@@ -102,7 +99,7 @@ class _Gpu:
 
 
 class Room:
-    """`needs`: of every policy's engine. `ranks`: trainer rank -> what it holds; empty in an evaluation."""
+    """`needs`: of every policy's engine. `ranks`: trainer rank, of the whole job, -> what it holds."""
 
     def __init__(
         self,
@@ -113,7 +110,8 @@ class Room:
         ranks: Mapping[int, RankNeed],
     ) -> None:
         self.config, self.seats, self.machine, self.needs, self.ranks = config, seats, machine, needs, ranks
-        self.gpus: list[_Gpu] = [_Gpu(index, ranks.get(index)) for index in range(machine.gpus)]
+        own = {index: ranks.get(index) for index in range(machine.ranks)}  # of the job's ranks, those of this host
+        self.gpus: list[_Gpu] = [_Gpu(index, own.get(index)) for index in range(machine.gpus)]
         for name, policy in config.policies.items():
             for gpu in (self.gpus[index] for seat in seats[name] for index in seat.gpus or ()):
                 if policy.engine.backend == "torch":

@@ -34,7 +34,6 @@ from drmas.policy.reference import Reference
 from drmas.policy.trainer import PolicyTrainer, mismatch_rule
 from drmas.rollout.collector import Collector
 from drmas.rollout.engine import Engine
-from drmas.rollout.host_client import RemoteHost
 from drmas.rollout.remote import Remote
 from drmas.runtime.controller import Controller
 from drmas.runtime.driver import Driver
@@ -46,7 +45,7 @@ from drmas.runtime.hub_models import commit_of, is_hub_name, read_commits, write
 from drmas.runtime.machine import Machine
 from drmas.runtime.models import load_tokenizer, resolve_model
 from drmas.runtime.placement import check, describe, has_critic, notes, policy_ranks, run_estimator
-from drmas.runtime.preflight import check_engine_host, preflight
+from drmas.runtime.preflight import ask_engine_hosts, preflight
 from drmas.runtime.preview import planned_ranks, preview
 from drmas.runtime.resume import Checkpoints
 from drmas.runtime.tools import make_tools
@@ -207,10 +206,7 @@ class Job:
         config, world, machine = self.config, self.world, Machine.here(self.world)
         lines = describe(config, self.team, self.estimator, world=world, folders=folders, find=self.find_model, machine=machine)
         self.seats = machine.place(config, world=world)
-        for url in dict.fromkeys(seat.host for own in self.seats.values() for seat in own if seat.host is not None):
-            found = RemoteHost(url, config.cluster).describe()
-            if config.cluster.preflight:
-                check_engine_host(url, found["facts"])
+        ask_engine_hosts(config, self.seats)
         self.console.start(lines)
         if resume and state is None:
             self.console.note("no checkpoint yet; starting at step 1")

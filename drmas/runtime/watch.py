@@ -177,7 +177,8 @@ class Watch:
                 if "lost" in message:
                     return self._lose(message["lost"], told=True)
                 if "goodbye" in message:
-                    self._links = [each for each in self._links if each is not link]
+                    with self._lock:
+                        self._links = [each for each in self._links if each is not link]
                     return None
                 link.failed = message.get("failed", "")
         except (HandshakeError, OSError) as error:

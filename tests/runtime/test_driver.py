@@ -132,6 +132,15 @@ def test_cached_prefixes_stay_with_the_weights_unless_rollouts_are_deterministic
     assert len(paused) == pauses
 
 
+def test_the_last_restart_counts_once_it_is_done(make, config) -> None:
+    """Until then somebody is about to bring it up."""
+    driver, seen = make(Teacher(dies_at={6})), []
+    start = driver.engines["main"].start
+    driver.engines["main"].start = lambda: (seen.append(driver.restarts["main"]), start())
+    driver.collect(1, AT_0)
+    assert (seen, driver.restarts["main"]) == ([0], 1)
+
+
 def test_an_engine_that_keeps_dying_ends_the_run(make, config, tmp_path) -> None:
     limit = config.policies["main"].engine.max_restarts
     driver = make(Teacher(dies_at=range(100)))

@@ -21,6 +21,7 @@ from drmas.errors import ConfigError, DataError, EngineDied, EngineError, ModelE
 from drmas.rollout.scripted import ScriptedEngine
 from drmas.runtime.eval_engines import Engines, Voice
 from drmas.runtime.evaluate import eval_tasks, evaluate
+from drmas.runtime.gpus import Seat
 from drmas.runtime.models import write_tiny_qwen3
 from drmas.telemetry.console import Console
 from drmas.telemetry.episodes import read_episodes
@@ -260,6 +261,18 @@ def test_only_the_engines_that_a_team_needs_run_at_a_time(config, tmp_path, fold
     assert shared.together == [["main"], ["base of main", "main"]]
     assert [voice.config.gpu_memory_fraction for _, voice in shared.made] == [0.25, 0.25]
     assert (alone.open, shared.open) == ([], [])
+
+
+def test_engines_on_other_hosts_have_gpus_of_their_own_and_share_none(config, tmp_path):
+    def fractions(seat: Seat) -> list[float]:
+        voices = {name: Voice("main", config().policies["main"].engine, tmp_path, (seat,)) for name in ("main", "base")}
+        made = []
+        engines = Engines(lambda name, voice, *_: made.append(voice), voices, config(), tmp_path, plan=[{"main", "base"}])
+        engines.take({"main", "base"})
+        return [voice.config.gpu_memory_fraction for voice in made]
+
+    assert fractions(Seat(None, (0,))) == [0.25, 0.25]
+    assert fractions(Seat("tcp://far:8200", None)) == [0.5, 0.5]
 
 
 def test_I9_an_engine_that_goes_on_to_the_next_team_forgets_its_prefixes_first(config, tmp_path):

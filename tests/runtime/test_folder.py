@@ -1,5 +1,6 @@
 import errno
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -125,6 +126,25 @@ def test_a_folder_that_is_no_run_is_never_touched(config) -> None:
         with pytest.raises(ConfigError, match="is not the folder of a run"):
             RunFolder(config).open(resume=False, overwrite=overwrite)
     assert (folder / "chapter.txt").read_text() == "years of work"
+
+
+def test_settings_that_are_damaged_are_named_and_never_half_written(config, monkeypatch) -> None:
+    folder = RunFolder(config)
+    folder.open(resume=False, overwrite=False)
+    folder.settle()
+    folder.close()
+    file = folder.path / "config.json"
+    whole = file.read_text()
+    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("no space left")))
+    again = RunFolder(config)
+    again.open(resume=False, overwrite=False, auto_resume=True)
+    with pytest.raises(OSError, match="no space left"):
+        again.settle()
+    again.close()
+    assert file.read_text() == whole
+    file.write_text(whole[:10])
+    with pytest.raises(CheckpointError, match=rf"{re.escape(str(file))} is damaged"):
+        RunFolder(config).open(resume=False, overwrite=False, auto_resume=True)
 
 
 def test_auto_resume_goes_on_where_there_is_a_run_and_starts_where_there_is_none(config) -> None:

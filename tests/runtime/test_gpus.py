@@ -13,7 +13,7 @@ from drmas.config.cluster import ClusterConfig
 from drmas.config.load import load
 from drmas.config.schema import EngineConfig, PolicyConfig, RunConfig
 from drmas.errors import ConfigError
-from drmas.runtime.gpus import Seat, place_engines
+from drmas.runtime.gpus import Seat, check_fractions, place_engines
 
 HERE, THERE = "tcp://10.0.0.7:8200", "tcp://[fe80::7]:8200"
 TORCH = {"backend": "torch"}
@@ -187,3 +187,17 @@ def _check_sum(message: str, trainers: int) -> None:
     else:
         found = re.search(r"has (\d+) GPU\(s\) and (\d+) trainer ranks", message)
         assert int(found[1]) < int(found[2]) == trainers
+
+
+def test_engines_of_one_team_want_no_more_than_a_whole_gpu():
+    made = config(a=shared(2) | {"gpu_memory_fraction": 0.5}, b=shared() | {"gpu_memory_fraction": 0.6}, c=own())
+    engines = {name: policy.engine for name, policy in made.policies.items()}
+    seats = {"a": [Seat(None, (0, 1))], "b": [Seat(None, (1,))], "c": [Seat(THERE, None)]}
+    message = (
+        "GPU 1 has engines that want 1.1 of it: policies.a.engine.gpu_memory_fraction 0.5 + "
+        "policies.b.engine.gpu_memory_fraction 0.6; lower them to 1 in sum"
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_fractions(engines, seats)
+    check_fractions({name: engines[name] for name in "ac"}, seats)
+    check_fractions(engines, seats | {"b": [Seat(None, (2,))]})

@@ -11,7 +11,7 @@ from drmas.agents.team import load_team
 from drmas.config.load import load
 from drmas.config.schema import RunConfig
 from drmas.core.estimators import resolve
-from drmas.errors import ConfigError, ModelError
+from drmas.errors import ConfigError, EngineStartError, ModelError
 from drmas.runtime.models import TINY, resolve_model, write_tiny_qwen3
 from drmas.runtime.placement import check, describe, has_critic, notes, parameters, policy_ranks, run_estimator
 
@@ -32,6 +32,13 @@ def two(tmp_path: Path):
 def summary(config: RunConfig, world: int) -> dict[str, str]:
     folders = {name: resolve_model(policy.model, seed=config.seed) for name, policy in config.policies.items()}
     return describe(config, load_team(config.team), resolve("dr-mas"), world=world, folders=folders)
+
+
+def test_engine_options_are_judged_before_anything_starts(two):
+    summary(two("--policies.other.engine.options", "{max_num_batched_tokens = 4096}"), 1)
+    for option, message in (("max_num_batched_token", "can't be passed on"), ("block_size", "is set by drmas for this device")):
+        with pytest.raises(EngineStartError, match=rf"policies\.other\.engine\.options\.{option} {message}"):
+            summary(two("--policies.other.engine.options", f"{{{option} = 16}}"), 1)
 
 
 def split(main: int | None, other: int | None) -> list[str]:

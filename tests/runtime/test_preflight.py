@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 from drmas.config.load import load
 from drmas.errors import ConfigError
 from drmas.runtime import preflight as module
-from drmas.runtime.preflight import check_engine_host, check_ranks, differences, facts, preflight
+from drmas.runtime.gpus import Seat
+from drmas.runtime.preflight import ask_engine_hosts, check_engine_host, check_ranks, differences, facts, preflight
 from drmas.telemetry import environment
 from drmas.telemetry.environment import code_version, shared_settings, software
 from tests.runtime.rank_threads import RankThreads
@@ -169,6 +171,28 @@ def test_an_engine_host_must_have_the_trainers_versions_and_nccl_settings(monkey
         check_engine_host("tcp://h:1", theirs | {"drmas": "0.1.0, code 0"})
     with pytest.raises(ConfigError, match="NCCL_CUMEM_ENABLE is not set on rank 0 and 1 on tcp://h:1"):
         check_engine_host("tcp://h:1", theirs | {"NCCL_CUMEM_ENABLE": "1"})
+
+
+def test_engine_hosts_are_asked_once_each_for_what_all_engines_need_there(monkeypatch):
+    asked = []
+
+    class Host:
+        def __init__(self, url, cluster):
+            self.url = url
+
+        def describe(self):
+            asked.append(self.url)
+            facts = software() | {"drmas": code_version()} | shared_settings()
+            return {"device": "cpu" if self.url == "tcp://c:1" else "cuda", "gpus": [0, 1, 2, 3], "facts": facts}
+
+    monkeypatch.setattr(module, "RemoteHost", Host)
+    config = load("arithmetic-tiny", ["--policies.main.engine.tensor_parallel", "2"])
+    far, near = Seat("tcp://a:1", None), Seat(None, (0, 1))
+    ask_engine_hosts(config, {"main": (far, far, near, Seat("tcp://b:1", None), *[Seat("tcp://c:1", None)] * 9)})
+    assert asked == ["tcp://a:1", "tcp://b:1", "tcp://c:1"]
+    message = "the engines at tcp://a:1 need 6 GPUs (3 of main x tensor_parallel 2); it serves 4: name more hosts"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ask_engine_hosts(config, {"main": (far, far, far)})
 
 
 def test_a_place_has_host_and_local_rank(monkeypatch):

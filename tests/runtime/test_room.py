@@ -27,7 +27,14 @@ def tiny() -> RunConfig:
 
 
 def room(
-    machine: Machine, engines: dict[str, dict], *, trainer: float = 20, activations: float = 10, weights: float = 8, hosts=()
+    machine: Machine,
+    engines: dict[str, dict],
+    *,
+    trainer: float = 20,
+    activations: float = 10,
+    weights: float = 8,
+    hosts=(),
+    world: int | None = None,
 ) -> Room:
     """Every rank holds `trainer` GiB and `activations`, every engine's worker `weights`; 0.5 GiB are a sequence's cache."""
     policies = {name: PolicyConfig(model="m", engine=EngineConfig(**settings)) for name, settings in engines.items()}
@@ -35,8 +42,9 @@ def room(
     config = tiny().model_copy(update={"policies": policies, "cluster": cluster})
     needs = {name: EngineNeed(weights * GIB, 0.5 * GIB) for name in engines}
     parts = {"weights": trainer * GIB / 4, "optimiser": trainer * GIB * 3 / 4, "optimiser in host memory": 3 * GIB}
-    ranks = {rank: RankNeed(parts, activations * GIB) for rank in range(machine.ranks)}
-    return Room(config, machine.place(config, world=machine.ranks), machine, needs, ranks)
+    world = machine.ranks if world is None else world
+    ranks = {rank: RankNeed(parts, activations * GIB) for rank in range(world)}
+    return Room(config, machine.place(config, world=world), machine, needs, ranks)
 
 
 def shared(fraction: float, *, sleep: bool = False, tp: int = 1) -> dict:
@@ -147,13 +155,12 @@ def test_engines_on_gpus_of_their_own_must_hold_their_weights_and_one_sequence()
     assert "GPU memory" not in room(Machine(1, 8, CARD), engines).lines()
 
 
-def test_an_evaluation_shares_gpus_among_engines_alone():
-    machine = Machine(0, 1, CARD)
-    room(machine, {"a": shared(0.5), "b": shared(0.5)}).check()
-    with pytest.raises(
-        ConfigError, match=r"GPU 0 of this host has 80.00 GiB and would need 88.00 GiB while episodes run: engine a"
-    ):
-        room(machine, {"a": shared(0.5), "b": shared(0.6)}).check()
+def test_ranks_of_other_hosts_are_on_no_gpu_of_rank_0s():
+    """Two hosts of four ranks and eight GPUs: ranks 4 to 7 aren't where the engines are."""
+    one = room(Machine(4, 8, CARD), {"a": {"gpu_memory_fraction": 0.9, "replicas": 4}}, trainer=60, world=8)
+    one.check()
+    assert [seat.gpus for seat in one.seats["a"]] == [(4,), (5,), (6,), (7,)]
+    assert "GPU memory" not in one.lines()
 
 
 def test_a_cpu_is_summed_up_over_all_processes():
