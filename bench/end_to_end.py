@@ -10,9 +10,10 @@ differs within a group), learning rate, machine and threads. One agent, since TR
     TRL                        GRPOTrainer, generation by transformers
     TRL, continuous batching   the same with transformers' continuous batching
 
-Sides are processes of their own and take turns, step by step, the first of which warms up and doesn't count; the best step of
-each counts. A step's tokens are those it generates plus those it trains on, prompts too, however they were computed. Memory is
-the whole process tree's: the highest sum of PSS of all samples over the counted steps. Compare ratios, not seconds.
+Sides are processes of their own and take turns, step by step, the first of which warms up and doesn't count; all others do, so
+that the sides' seconds are those of the same tasks. A step's tokens are those it generates plus those it trains on, prompts too,
+however they were computed. Memory is the whole process tree's: the highest sum of PSS of all samples over the counted steps.
+Compare ratios, not seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ from bench.peers.memory import PeakMemory, cpu_seconds, high_water_marks
 from bench.suite.record import Cell, Ratio, Result, Table, about, add_json, printed
 from drmas.runtime.models import PACKAGED, resolve_model
 
+UNLIKE = 0.05
+"""By how much the tokens of a step may differ between sides: the prompts' templates do by a few."""
 PEERS = Path(__file__).parent / "peers"
 OURS, TRL = "drmas", "TRL"
 SIDES = (OURS, TRL, "TRL, continuous batching")
@@ -70,11 +73,6 @@ class Step:
     grad_norm: float
     reward: float
 
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return (self.generated + self.trained) / self.wall
-
 
 @dataclass
 class Side:
@@ -102,9 +100,14 @@ class Side:
         if counted:
             self.steps.append(Step(wall=wall, cpu=cpu, **json.loads(answer)))
 
+    def mean(self, value: Callable[[Step], float]) -> float:
+        """Over the steps that count."""
+        return sum(map(value, self.steps)) / len(self.steps)
+
     @property
-    def best(self) -> Step:
-        return min(self.steps, key=lambda step: step.wall)
+    def rate(self) -> float:
+        """Tokens per second over all of them."""
+        return self.mean(lambda step: step.generated + step.trained) / self.mean(lambda step: step.wall)
 
 
 def write_tasks(path: Path, count: int) -> None:
@@ -246,33 +249,35 @@ def check_same_work(sides: Sequence[Side], args: argparse.Namespace) -> None:
                 raise SystemExit(f"{side.name} generated {step.generated:g} tokens in a step; expected {tokens}")
             if not (0 < step.grad_norm < float("inf") and abs(step.loss) < 10 and 0 <= step.reward <= 1):
                 raise SystemExit(f"{side.name}: {step}; expected a finite loss and gradient and a reward from 0 to 1")
-    trained = [sum(step.trained for step in side.steps) for side in sides]
-    if max(trained) > 1.2 * min(trained):
-        raise SystemExit(f"the sides trained on {trained} tokens; their prompts should be much alike")
+    for steps in zip(*(side.steps for side in sides), strict=True):
+        trained = [step.trained for step in steps]
+        if max(trained) > (1 + UNLIKE) * min(trained):
+            raise SystemExit(f"the sides trained on {trained} tokens in one step; they should have the same tasks")
 
 
 def table_of(sides: Sequence[Side]) -> Table:
     base = next((side for side in sides if side.name == TRL), None)
     rows: list[list[Cell]] = []
     for side in sides:
-        best, peak = side.best, side.memory.peak.total
+        peak = side.memory.peak.total
+        phases = {phase: side.mean(lambda step, phase=phase: step.seconds[phase]) for phase in ("rollout", "train", "sync")}
         rows.append(
             [
                 side.name,
-                best.wall,
-                best.cpu,
-                *(best.seconds[phase] for phase in ("rollout", "train", "sync")),
-                best.generated / best.seconds["rollout"],
-                best.trained / best.seconds["train"],
-                best.rate,
-                base and best.rate / base.best.rate,
+                side.mean(lambda step: step.wall),
+                side.mean(lambda step: step.cpu),
+                *phases.values(),
+                side.mean(lambda step: step.generated) / phases["rollout"],
+                side.mean(lambda step: step.trained) / phases["train"],
+                side.rate,
+                base and side.rate / base.rate,
                 peak / 2**30,
                 base and peak / base.memory.peak.total,
             ]
         )
     columns = ["side", "step s", "CPU s", "rollout s", "train s", "sync s", "generated/s", "trained/s", "tokens/s"]
     columns += ["tokens/s by TRL's", "peak GiB", "peak by TRL's"]
-    return Table(title="A step, the best of each side", columns=columns, rows=rows)
+    return Table(title="A step, the mean of each side", columns=columns, rows=rows)
 
 
 def memory_table(sides: Sequence[Side]) -> Table:
@@ -292,11 +297,11 @@ def ratios_of(sides: Sequence[Side]) -> list[Ratio]:
     others = [side for name, side in found.items() if name != OURS]
     if OURS not in found or not others:
         return []
-    ours, fastest = found[OURS], max(others, key=lambda side: side.best.rate)
+    ours, fastest = found[OURS], max(others, key=lambda side: side.rate)
     return [
         Ratio(
             name="tokens/s of a step by TRL's fastest side",
-            value=ours.best.rate / fastest.best.rate,
+            value=ours.rate / fastest.rate,
             better="higher",
             tolerance=0.25,
             why="generation waits for memory and training for arithmetic, which other work on the machine slows unequally",

@@ -16,19 +16,17 @@ class Verdict(NamedTuple):
 def compare(before: Mapping[str, Result], now: Mapping[str, Result], asked: Sequence[str]) -> list[Verdict]:
     """Every ratio of the `asked` benchmarks beside the older one, with the tolerance that this tree states for it.
 
-    Worse is, too, what was measured before and isn't now: a ratio, or a whole benchmark. What is new is named and passes. A run
-    that has no benchmark in common with the baseline doesn't.
+    Worse is, too, what was measured before and isn't now, a ratio or a whole benchmark, and a benchmark that the baseline lacks:
+    it would pass whatever it measures. A ratio that is new is named and passes.
     """
     verdicts: list[Verdict] = []
     for name in asked:
         if name not in before:
-            verdicts.append(Verdict(f"{name}: not in the baseline", False))
+            verdicts.append(Verdict(f"{name}: not in the baseline; measure and commit it first: WORSE", True))
         elif name not in now:
             verdicts.append(Verdict(f"{name}: in the baseline and not measured now: WORSE", True))
         else:
             verdicts += _of_one(name, before[name], now[name])
-    if not any(name in before and name in now for name in asked):
-        verdicts.append(Verdict("nothing was measured that the baseline has: WORSE", True))
     return verdicts
 
 

@@ -42,7 +42,8 @@ def body(benchmark: Benchmark, result: Result | None, folder: str) -> str:
         return f"\nNot measured yet: `python bench/all.py --only {benchmark.name}`.\n"
     here = result.about
     versions = ", ".join(f"{name} {version}" for name, version in here.versions.items())
-    parts = [f"`{here.command}`: {here.machine}, {_threads(here.threads)}, {here.date}. {versions}."]
+    tree = f", at {here.commit}" if here.commit else ""
+    parts = [f"`{here.command}`{tree}: {here.machine}, {_threads(here.threads)}, {here.date}. {versions}."]
     for number, table in enumerate(result.tables):
         parts.append(f"{table.title}:")
         parts.append(markdown(without(table, benchmark.hidden.get(number, ()))))

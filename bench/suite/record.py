@@ -10,6 +10,7 @@ import argparse
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import date
@@ -77,6 +78,8 @@ class About(_Part):
     versions: dict[str, str]
     command: str
     threads: int
+    commit: str = ""
+    """Of the tree that was measured; "+" behind it where that had changes."""
 
 
 class Result(_Part):
@@ -121,7 +124,19 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def about(threads: int) -> About:
     """Of this process, this machine and today. The command is that of this process, without `--json`."""
-    return About(machine=machine(), date=date.today().isoformat(), versions=versions(), command=command(), threads=threads)
+    today = date.today().isoformat()
+    return About(machine=machine(), date=today, versions=versions(), command=command(), threads=threads, commit=commit())
+
+
+def commit() -> str:
+    """The commit of this file's tree, "+" behind it where files that it has were changed; "" where that can't be told."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found.stdout.strip() + "+" * bool(changed.stdout)
 
 
 def command() -> str:

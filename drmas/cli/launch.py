@@ -137,8 +137,8 @@ def _print(plan: Plan) -> None:
 
 def _start(plan: Plan, *, become: bool) -> int:
     """Run the command; `become`: this process is it from now on."""
-    beside = str(Path(sys.executable).parent)  # torchrun stands there, also where nobody activated the environment
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), beside])
+    beside = str(Path(sys.executable).parent)  # its torchrun and no other's, also where nobody activated the environment
+    path = os.pathsep.join([beside, os.environ.get("PATH", os.defpath)])
     needed = "torchrun" if become else plan.command[0]
     if shutil.which(needed, path=path) is None:
         raise ConfigError(f"{needed} is not on the PATH; launch the job from where it is (--dry-run shows what would start)")

@@ -2,15 +2,17 @@
 
 A manifest is taken as a person edited it. Its run is called `my-run`, wherever that stands; here it gets the job's name, and
 what the command line says of nodes, ranks, GPUs and image. A ConfigMap with the launchers themselves comes with it, with the
-recipe if that is a file, and a Secret where there are engine pods. Both are immutable: a second launch under one name is
-refused by the cluster instead of changing what runs.
+recipe if that is a file, and a Secret where there are engine pods. All of them are created and nothing is changed: a second
+launch under one name is refused by the cluster.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import yaml
 
 from drmas.cli.launch_plans import ENGINE_PORT, Job, Options, Plan
 from drmas.config.load import SUFFIXES
+from drmas.config.schema import RunConfig
 from drmas.errors import ConfigError
 
 NAME = "my-run"
@@ -33,20 +36,35 @@ class Manifest:
 
     def __init__(self, folder: Path, options: Options) -> None:
         self.folder, self.options = folder, options
-        self.text = (folder / "kubernetes" / f"{options.shape}.yaml").read_text(encoding="utf-8")
-        self.gpus = int(_trainer(list(yaml.safe_load_all(self.text)))["resources"]["limits"].get(GPU, 0))
+        self.path = folder / "kubernetes" / f"{options.shape}.yaml"
+        self.text = self.path.read_text(encoding="utf-8")
+        with self._explained():
+            self.gpus = int(_trainer(list(yaml.safe_load_all(self.text)))["resources"]["limits"].get(GPU, 0))
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """ConfigError: somebody edited the file, and what is set here isn't there any more."""
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(
+                f"{self.path} lacks what drmas launch sets in it ({type(error).__name__}: {error}); compare it with the one "
+                "that drmas comes with, or give it to kubectl yourself"
+            ) from error
 
     def plan(self, job: Job) -> Plan:
         name = cluster_name(job.config.name)
-        documents = self.render(job, name)
+        with self._explained():
+            documents = self.render(job, name)
         token = [_secret(name)] if job.engine_nodes else []
         hidden = f"# The Secret {name}-engine-token, with a new random token, goes here.\n" if token else ""
         where = ["-n", self.options.namespace] if self.options.namespace else []
         places = [(f"pod {name}-{i}" if self.options.shape != "one_node" else "pod", job.on(i)) for i in range(job.nodes)]
         places += [(f"pod {name}-engines-{i}", "engines: drmas serve-engines") for i in range(job.engine_nodes)]
+        places += [("the pods' disk", f"must have {path} under /work") for path in _own_files(job.config)]
         left = f"job,statefulset,service,configmap,secret -l app.kubernetes.io/instance={name}"
         return Plan(
-            ["kubectl", "apply", *where, "-f", "-"],
+            ["kubectl", "create", *where, "-f", "-"],
             places,
             stdin=to_text([*token, *documents]),
             printed=hidden + to_text(documents),
@@ -68,7 +86,7 @@ class Manifest:
         trainer["args"] = [str(job.ranks), recipe, *own, *job.words]
         if self.options.shape != "one_node":
             kinds["Job"]["spec"] |= {"completions": job.nodes, "parallelism": job.nodes, "backoffLimit": 3 * job.nodes}
-            next(entry for entry in trainer["env"] if entry["name"] == "NODES")["value"] = str(job.nodes)
+            {entry["name"]: entry for entry in trainer["env"]}["NODES"]["value"] = str(job.nodes)
         for container in _containers(documents):
             if self.options.image:
                 container["image"] = self.options.image
@@ -92,6 +110,16 @@ class Manifest:
 
     def _read(self, path: str) -> str:
         return (self.folder / path).read_text(encoding="utf-8")
+
+
+def _own_files(config: RunConfig) -> Iterator[str]:
+    """What the run reads from paths of this machine that the pods know as well, where they are told."""
+    team, separator, _ = str(config.team["name"]).rpartition(":")
+    if separator:
+        yield team
+    for section in (config.data, config.eval.data):
+        if (path := getattr(section, "path", None)) is not None:
+            yield str(path)
 
 
 def cluster_name(name: str) -> str:
@@ -144,4 +172,4 @@ def _containers(documents: list[Document]) -> list[Document]:
 
 
 def _trainer(documents: list[Document]) -> Document:
-    return next(container for container in _containers(documents) if container["name"] == "trainer")
+    return {container["name"]: container for container in _containers(documents)}["trainer"]

@@ -5,7 +5,7 @@ since TF32 is off. A data sheet's gigabytes of memory are binary ones (the drive
 H200 of 141 reports 140.4 GiB); its bandwidths are decimal. Sources, per product:
 
 - A100, SXM and PCIe, of 40 and 80 GB: nvidia.com, "NVIDIA A100 Tensor Core GPU" data sheet (1758950)
-- L40S: "NVIDIA L40S" data sheet (2735300)
+- L40S: "NVIDIA L40S" data sheet (2735300); of its 48 GB, GDDR6 without bits of its own for ECC, the driver reports 46,068 MiB
 - H100 SXM, PCIe, NVL: "NVIDIA H100 Tensor Core GPU" data sheet (resources.nvidia.com/en-us-tensor-core); the PCIe card's column
   stands in its first editions (2287922)
 - H200 SXM, NVL: "NVIDIA H200 Tensor Core GPU" data sheet; GH200 with HBM3: "NVIDIA GH200 Grace Hopper Superchip" data sheet
@@ -35,7 +35,7 @@ DATA_SHEETS = (
     (("A100", "SXM4", "80GB"), DevicePeaks(19.5e12, 312e12, None, 80 * _GB, 2039e9)),
     (("A100", "80GB"), DevicePeaks(19.5e12, 312e12, None, 80 * _GB, 1935e9)),
     (("A100",), DevicePeaks(19.5e12, 312e12, None, 40 * _GB, 1555e9)),
-    (("L40S",), DevicePeaks(91.6e12, 362.05e12, 733e12, 48 * _GB, 864e9)),
+    (("L40S",), DevicePeaks(91.6e12, 362.05e12, 733e12, 46068 * 2**20, 864e9)),
     (("H100", "PCIE"), DevicePeaks(51e12, 756e12, 1513e12, 80 * _GB, 2000e9)),
     (("H100", "NVL"), DevicePeaks(60e12, 835e12, 1671e12, 94 * _GB, 3900e9)),
     (("H100",), DevicePeaks(67e12, 989e12, 1979e12, 80 * _GB, 3350e9)),

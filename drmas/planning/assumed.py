@@ -53,8 +53,13 @@ def assumed(
         lengths = _lengths(name, agent.max_tokens, given["response"], spread)
         own = QUESTION_TOKENS + len(f"{agent.prompt}{agent.system or ''}") / CHARACTERS_PER_TOKEN
         heard = sum(load.response.moment(1) for load in loads)
-        tokens = min(own + heard, _room(run, agent.policy, agent.max_tokens))
-        tokens = _of(given["prompt"], name, tokens)
+        room = prompt_room(run, agent.policy, agent.max_tokens)
+        tokens = _of(given["prompt"], name, min(own + heard, room))
+        if tokens > room:
+            raise ConfigError(
+                f"--prompt is {tokens:g} for {name}; policies.{agent.policy}.engine.max_model_tokens less "
+                f"team.{name}.max_tokens leaves {room:g}"
+            )
         loads.append(
             AgentLoad(
                 name=name,
@@ -77,7 +82,7 @@ def assumed(
     )
 
 
-def _room(run: RunConfig, policy: str, max_tokens: int) -> float:
+def prompt_room(run: RunConfig, policy: str, max_tokens: int) -> float:
     """Tokens that a prompt may have at most."""
     if policy not in run.policies:
         return float("inf")

@@ -8,8 +8,8 @@ take
     steps x (weights x1 + s) + sequences x steps x (products x2 + q) + context x (KV bytes x1 + attention x2) + prompt x x3 + e
 
 where reads and products add up (a CPU), or the shorter hides behind the longer (a GPU): the better of both is taken. Two models
-tell the overheads s, q and e from the rates: the one asked for and a tiny one. What isn't measured (links between nodes, disks)
-is assumed and says so in the file. Called by `drmas plan --calibrate` and `validation`.
+tell the overheads s, q and e from the rates: the one asked for and a tiny one. What isn't measured (disks, links between
+GPUs and nodes) is assumed and says so in the file. Called by `drmas plan --calibrate` and `validation`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy
 
 from drmas.config.section import Name
+from drmas.core.peaks import data_sheet
 from drmas.planning.cluster import load_cluster
 from drmas.planning.growth import CALL_SECONDS
 from drmas.planning.measuring import EngineRun, Machine, Note, UpdateWork, measure
@@ -33,6 +34,17 @@ LINK = 0.7
 """Assumption: what of a copy's rate a push of weights reaches."""
 STEP_SECONDS = 0.05
 """Assumption: of a training step beside its phases; where nothing is sampled and nothing trained."""
+
+HOST_LINKS = """\
+intra_bytes_per_second = {copies}  # half of the memory's rate: a copy reads and writes
+host_bytes_per_second = {copies}
+latency_seconds = 1e-4  # assumption"""
+GPU_LINKS = (
+    "intra_bytes_per_second = 4.5e11  # assumption: NVLink 4, one direction; a card without it has 3.2e10 to 6.4e10",
+    "host_bytes_per_second = 5e10  # assumption: PCIe 5 x16; PCIe 4 has half of it",
+    "latency_seconds = 1e-5  # assumption",
+)
+"""Between the GPUs of a node, and to its host: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +222,7 @@ def _copy_rate(machine: Machine) -> float:
 def description(machine: Machine, fit: Fit, *, name: Name = "calibrated") -> str:
     """The TOML text of the machine as a cluster of one node."""
     copies = f"{_copy_rate(machine):.4g}"
+    known = machine.gpu and data_sheet(machine.device) is not None
     product = "bfloat16" if machine.dtype == "bfloat16" else "float32"
     flops = [f"{product} = {machine.product:.4g}"]
     if product == "bfloat16":
@@ -224,15 +237,13 @@ def description(machine: Machine, fit: Fit, *, name: Name = "calibrated") -> str
         "[device]",
         f"name = {json.dumps(machine.device)}",
         f"gpu = {json.dumps(machine.gpu)}",
-        *(flops if not machine.gpu else []),
+        *([] if known else flops),
         f"memory_bytes = {machine.memory_bytes:.6g}",
         f"memory_bytes_per_second = {machine.memory_bytes_per_second:.4g}",
         *([] if machine.gpu else ["reserved_bytes = 2.6e9  # assumption: two processes with torch loaded and no model"]),
         "",
         "[links]",
-        f"intra_bytes_per_second = {copies}  # half of the memory's rate: a copy reads and writes",
-        f"host_bytes_per_second = {copies}",
-        "latency_seconds = 1e-4  # assumption",
+        *(GPU_LINKS if machine.gpu else HOST_LINKS.format(copies=copies).splitlines()),
         "disk_bytes_per_second = 1e9  # assumption",
         "",
         f"[efficiencies]  # mean error of the fit: {fit.engine_error:.1%} of engine steps, {fit.update_error:.1%} of updates",

@@ -9,22 +9,25 @@ overlaps it. The README beside this file has every formula, its source, and what
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from drmas.core.batching import TokenCost
 from drmas.core.flops import backward_cost, forward_cost, recompute_cost
 from drmas.core.stack import Stack
 from drmas.errors import ConfigError
-from drmas.planning.job import Job, PolicyJob, element_bytes
-from drmas.planning.memory import stack_of
+from drmas.planning.job import Job, PolicyJob, element_bytes, stack_of
 from drmas.planning.types import Cluster, Workload
-from drmas.runtime.memory import adapter_parameters, rank_parameters
+from drmas.runtime.memory import Model, adapter_parameters, rank_parameters
 from drmas.weights.transport import choose_transport
 
 OPTIMISER_BYTES = 34
 """Read and written per parameter of a shard: 4 for the norm, 30 for AdamW with fp32 state and bf16 weights."""
 
+
+HOST_FILL_BYTES_PER_SECOND = 4e9
+"""At which one rank checks and sums weights in the host's memory, with up to four threads: 0.54 GB in 0.14 s on two cores of an
+Intel Xeon (`bench/weight_sync.py`, fill)."""
 
 _COSTS: dict[tuple[object, ...], TokenCost] = {}
 
@@ -100,8 +103,11 @@ def training(job: Job, policy: PolicyJob) -> Training:
     if policy.critic is not None:
         own = policy.critic.architecture.shape
         cost = _sum(forward_cost(own), backward_cost(own), recompute_cost(own, c))._replace(response=0)
-        critic = _seconds(job, policy, cost, rows, cluster.efficiencies.train) + _tensor_parallel(job, policy, rows, 4 + again)
-    reference = forward(job, policy, rows) if policy.reference is not None or _measures_base(job, policy) else 0.0
+        other = replace(policy, model=policy.critic, shape=own)
+        critic = _seconds(job, policy, cost, rows, cluster.efficiencies.train) + _tensor_parallel(job, other, rows, 4 + again)
+    reference = 0.0
+    if policy.reference is not None or _measures_base(job, policy):
+        reference = forward(job, policy, rows, policy.reference)
     return Training(
         compute=compute,
         bubble=compute * (c.pipeline_parallel - 1) / microbatches,
@@ -120,14 +126,18 @@ def scoring(job: Job, policy: PolicyJob) -> float:
     """Seconds of the passes before the updates: old log-probs where there are several updates, values of a critic; of a frozen
     policy, the measurement of its log-probs."""
     rows = step_rows(policy, job.workload, share_prefixes=stack_of(policy, job.cluster).shares_prefixes)
-    passes = int(job.run.train.updates_per_step > 1 or not policy.config.trainable) + int(policy.critic is not None)
-    return passes * forward(job, policy, rows)
+    seconds = forward(job, policy, rows) if job.run.train.updates_per_step > 1 or not policy.config.trainable else 0.0
+    return seconds + (forward(job, policy, rows, policy.critic, head=False) if policy.critic is not None else 0.0)
 
 
-def forward(job: Job, policy: PolicyJob, rows: Rows) -> float:
-    """Seconds of one forward pass over the rows, log-probs included."""
+def forward(job: Job, policy: PolicyJob, rows: Rows, beside: Model | None = None, *, head: bool = True) -> float:
+    """Seconds of one forward pass over the rows, log-probs included; of the model `beside` the policy's own, without adapters,
+    where one is given. A critic has no `head` of a vocabulary's size."""
     c, cluster = policy.config, job.cluster
-    compute = _seconds(job, policy, forward_cost(policy.shape, c.lora), rows, cluster.efficiencies.score)
+    cost = forward_cost(policy.shape, c.lora) if beside is None else forward_cost(beside.architecture.shape)
+    if beside is not None:
+        policy = replace(policy, model=beside, shape=beside.architecture.shape)
+    compute = _seconds(job, policy, cost if head else cost._replace(response=0), rows, cluster.efficiencies.score)
     microbatches = microbatches_of(policy, rows, 1)
     return math.fsum(
         (
@@ -150,8 +160,9 @@ def sync_seconds(job: Job, policy: PolicyJob) -> float:
     """Of one push of a policy's weights into its engines, checksums and votes included.
 
     broadcast: gathered from the tensor-parallel ranks to one, which sends all of it to all workers. shards: every worker gets
-    its part from the ranks that have it, at the rate of the busier side. shared-memory: every worker copies its part.
-    in-process: copied in memory, without further ado. disk: written once, read by every worker's node.
+    its part from the ranks that have it, at the rate of the busier side. shared-memory: every worker copies its part; where
+    it goes through the host, it is gathered to one rank, which checks and sums all of it there first. in-process: copied in
+    memory, without further ado. disk: written once, read by every worker's node.
     """
     cluster, c = job.cluster, policy.config
     size = sync_bytes(policy)
@@ -159,9 +170,12 @@ def sync_seconds(job: Job, policy: PolicyJob) -> float:
     part = size / c.engine.tensor_parallel
     bandwidth = sync_bandwidth(job, policy)
     transport = transport_of(job, policy)
+    gather = size * (c.tensor_parallel - 1) / c.tensor_parallel / _link(cluster, c.tensor_parallel)
     if transport == "broadcast":
-        gather = size * (c.tensor_parallel - 1) / c.tensor_parallel / _link(cluster, c.tensor_parallel)
         seconds = size / bandwidth + gather
+    elif through_host(job, policy):
+        seconds = gather + (size + part) / cluster.host_bytes_per_second + size / HOST_FILL_BYTES_PER_SECOND
+        return seconds + cluster.efficiencies.sync_seconds
     elif transport == "shards":
         senders = min(len(policy.ranks), workers)
         seconds = max(part, part * workers / senders) / bandwidth
@@ -174,6 +188,12 @@ def sync_seconds(job: Job, policy: PolicyJob) -> float:
         seconds = size * (1 + readers) / cluster.disk_bytes_per_second
     checksum = (size / (c.tensor_parallel * c.pipeline_parallel) + part) / _memory_rate(cluster)
     return seconds + checksum + cluster.efficiencies.sync_seconds
+
+
+def through_host(job: Job, policy: PolicyJob) -> bool:
+    """Whether weights of trainers on GPUs pass through the host's memory, all of them, as `payload_device` decides."""
+    direct = len(policy.devices) == 1 and not policy.config.syncs_adapters
+    return job.cluster.gpu and not job.elsewhere and transport_of(job, policy) == "shared-memory" and not direct
 
 
 def transport_of(job: Job, policy: PolicyJob) -> str:

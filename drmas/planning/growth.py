@@ -26,6 +26,7 @@ from drmas.planning.engines import engines_of
 from drmas.planning.job import Job, make_job, with_layout
 from drmas.planning.pipeline import Beside, Steady, simulate_steps, steady
 from drmas.planning.predict import predict
+from drmas.planning.propose import OWN_FRACTION
 from drmas.planning.types import Cluster, Engines, Lengths, Workload
 from drmas.planning.workload import Source
 
@@ -210,7 +211,8 @@ def _splits(job: Job, mode: Mode) -> Iterator[tuple[Job, bool]]:
     if not apart and not mode.staleness and gpus % unit == 0:
         replicas = {name: gpus // policy.engine.tensor_parallel for name, policy in run.policies.items()}
         if all(replicas.values()):
-            yield with_layout(job, _laid_out(run, trainer=gpus, replicas=replicas, mode=mode, together=True)), True
+            laid = _laid_out(run, trainer=gpus, replicas=replicas, mode=mode, together=True)
+            yield with_layout(job, laid, anywhere=True), True
 
 
 def _trainer_unit(policy: PolicyConfig) -> int:
@@ -238,6 +240,7 @@ def _laid_out(run: RunConfig, *, trainer: int, replicas: Mapping[str, int], mode
     policies = {}
     for name, policy in run.policies.items():
         place = {"replicas": replicas[name], "gpus": "shared" if together else "own", "sleep": together}
+        place |= {} if together else {"gpu_memory_fraction": OWN_FRACTION}
         policies[name] = policy.model_copy(update={"engine": policy.engine.model_copy(update=place)})
     ahead = {"max_staleness": mode.staleness, "carry_over": mode.carry_over, "deterministic": False}
     return run.model_copy(

@@ -17,6 +17,7 @@ from pathlib import Path
 from drmas.agents.team import TeamConfig
 from drmas.config.schema import PolicyConfig, RunConfig
 from drmas.core.flops import ModelShape
+from drmas.core.stack import PACKAGES, Stack, choose_stack
 from drmas.errors import ConfigError
 from drmas.planning.types import Cluster, Layout, Workload
 from drmas.policy.architecture import read_architecture
@@ -82,6 +83,8 @@ class Job:
     world: int
     workload: Workload
     policies: Mapping[str, PolicyJob]
+    elsewhere: bool = False
+    """Of another system, whose engines share GPUs on all nodes and take weights from GPU to GPU there."""
 
     @property
     def gpus(self) -> int:
@@ -150,7 +153,7 @@ def make_job(
             stored=(stored or {}).get(name, 0),
         )
         _check_engine(name, policies[name], cluster)
-    return Job(run, cluster, world, workload, policies)
+    return Job(run, cluster, world, workload, policies, elsewhere=anywhere)
 
 
 def trainer_ranks(run: RunConfig, cluster: Cluster) -> int:
@@ -215,15 +218,25 @@ def engine_devices(run: RunConfig, cluster: Cluster, world: int, *, anywhere: bo
     return found
 
 
-def with_layout(job: Job, run: RunConfig) -> Job:
-    """`job` laid out as `run` says, whose models and team are the same. ConfigError: its ranks or devices don't add up."""
+def with_layout(job: Job, run: RunConfig, *, anywhere: bool = False) -> Job:
+    """`job` laid out as `run` says, whose models and team are the same. `anywhere` as in `engine_devices`.
+
+    ConfigError: its ranks or devices don't add up.
+    """
     world = run.train.ranks or job.world
-    ranks, devices = policy_ranks(run, world), engine_devices(run, job.cluster, world)
+    ranks, devices = policy_ranks(run, world), engine_devices(run, job.cluster, world, anywhere=anywhere)
     policies = {
         name: replace(policy, config=run.policies[name], ranks=tuple(ranks[name]), devices=devices[name])
         for name, policy in job.policies.items()
     }
     return Job(run, job.cluster, world, job.workload, policies)
+
+
+def stack_of(policy: PolicyJob, cluster: Cluster) -> Stack:
+    """What the policy's trainer is built from on the cluster, where every package is installed."""
+    c = policy.config
+    replicas = len(policy.ranks) // (c.tensor_parallel * c.pipeline_parallel)
+    return choose_stack(policy.name, c, cuda=cluster.gpu, packages=dict.fromkeys(PACKAGES, cluster.gpu), replicas=replicas)
 
 
 def _own_gpus(run: RunConfig) -> dict[str, int]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from drmas.core.stack import PACKAGES, Stack, choose_stack
+from drmas.planning.costs import sync_bytes, through_host
 from drmas.planning.job import Job, PolicyJob, element_bytes
 from drmas.planning.types import Cluster
 from drmas.runtime import memory
@@ -53,13 +53,6 @@ class DeviceMemory:
 
 def _sum(parts: Mapping[str, float]) -> float:
     return math.fsum(parts.values())
-
-
-def stack_of(policy: PolicyJob, cluster: Cluster) -> Stack:
-    """What the policy's trainer is built from on the cluster, where every package is installed."""
-    c = policy.config
-    replicas = len(policy.ranks) // (c.tensor_parallel * c.pipeline_parallel)
-    return choose_stack(policy.name, c, cuda=cluster.gpu, packages=dict.fromkeys(PACKAGES, cluster.gpu), replicas=replicas)
 
 
 def staging_bytes(policy: PolicyJob) -> float:
@@ -187,7 +180,7 @@ def _host_without_gpu(job: Job) -> DeviceMemory:
 
 
 def _hosts(job: Job) -> Iterator[DeviceMemory]:
-    """The memory of the first node's host: offloaded optimisers, and the weights of engines that sleep."""
+    """The memory of the first node's host: offloaded optimisers, weights of sleeping engines, and weights that pass through."""
     if not job.cluster.gpu:
         return
     always: dict[str, float] = {}
@@ -200,6 +193,8 @@ def _hosts(job: Job) -> Iterator[DeviceMemory]:
             parts = memory.by_part(trainer_parts(job, policy, rank)[0])
             _add(always, {what.removesuffix(f" {_HOST}"): count * size for what, size in parts.items() if _HOST in what})
     for policy in job.policies.values():
+        if through_host(job, policy):
+            _add(always, {"weights on their way to engines": sync_bytes(policy)})
         if policy.config.engine.sleep:
             count = sum(device < job.cluster.gpus_per_node for device in policy.devices)
             _add(always, {"weights of sleeping engines": count * engine_weight_bytes(policy)})

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from drmas.planning.plan import Plan, to_dict
 from drmas.planning.predict import bottleneck
+from drmas.planning.propose import Proposal
 from drmas.planning.text import GIB
 from drmas.telemetry.markup import pairs, table, text
 from drmas.telemetry.plot import Series, line_chart, number, stacked_chart
@@ -89,6 +90,10 @@ def _growth(plan: Plan) -> str:
     return line_chart(series, title="Seconds by mean response", y_label="seconds", x_label="mean response, tokens")
 
 
+def _launched(one: Proposal) -> list[str]:
+    return [text(f"drmas launch --engine-nodes {one.engine_nodes}")] if one.engine_nodes else []
+
+
 def _proposals(plan: Plan) -> str:
     rows = []
     for place, one in enumerate(plan.proposals.best, start=1):
@@ -100,7 +105,7 @@ def _proposals(plan: Plan) -> str:
                 str(one.prediction.job.gpus),
                 text(one.mode),
                 f"{one.prediction.fullest.headroom / GIB:.1f}",
-                "<br>".join(text(f"{key} {value}") for key, value in words),
+                "<br>".join([*(text(f"{key} {value}") for key, value in words), *_launched(one)]),
             ]
         )
     out = [[str(one.count), text(one.what), text(one.why)] for one in plan.proposals.rejected]

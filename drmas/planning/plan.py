@@ -16,8 +16,8 @@ from drmas.agents.team import TeamConfig
 from drmas.config.schema import RunConfig
 from drmas.planning import costs
 from drmas.planning.engines import bound
-from drmas.planning.job import Job, make_job
-from drmas.planning.memory import DeviceMemory, stack_of
+from drmas.planning.job import Job, make_job, stack_of
+from drmas.planning.memory import DeviceMemory
 from drmas.planning.predict import Prediction, Roll, bottleneck, grown, predict
 from drmas.planning.propose import Proposal, Proposals, propose, rank
 from drmas.planning.simulation import simulate

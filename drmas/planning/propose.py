@@ -13,6 +13,7 @@ Batch arithmetic, microbatch budget and everything else that changes results sta
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -51,7 +52,7 @@ class Mode(NamedTuple):
     def __str__(self) -> str:
         where = {("own", False): "own GPUs", ("shared", True): "shared, asleep during updates"}
         said = where.get((self.gpus, self.sleep), "shared, always awake")
-        return f"{said}, one step ahead" if self.ahead else said
+        return f"{said}, {'one step' if self.ahead == 1 else f'{self.ahead} steps'} ahead" if self.ahead else said
 
 
 MODES = (Mode("shared", True, 0), Mode("shared", False, 0), Mode("own", False, 0), Mode("own", False, 1))
@@ -65,6 +66,13 @@ class Proposal:
     prediction: Prediction
     overrides: tuple[str, ...]
     """Command-line words that turn the run into it."""
+
+    @property
+    def engine_nodes(self) -> int:
+        """Nodes that have engines and no trainer: they run `drmas serve-engines`."""
+        job = self.prediction.job
+        used = {device // job.cluster.gpus_per_node for policy in job.policies.values() for device in policy.devices}
+        return len(used - set(range(-(-job.world // job.cluster.gpus_per_node))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +151,11 @@ def _judge(job: Job, run: RunConfig, mode: Mode, fallen: _Fallen) -> Proposal | 
     except ConfigError as error:
         fallen.add("engines and ranks don't add up", str(error))
         return None
+    node = job.cluster.gpus_per_node
+    if candidate.gpus > node and candidate.world % node and mode.gpus == "own":
+        why = f"{candidate.world} trainer ranks leave GPUs of their nodes to engines, of which others are elsewhere"
+        fallen.add("engines beside the trainer and on other nodes", why)
+        return None
     prediction = predict(candidate, bound)
     if prediction.fits:
         return Proposal(mode, prediction, overrides(job.run, run))
@@ -177,6 +190,8 @@ def _best(found: Sequence[Proposal], most: int) -> list[Proposal]:
 def rank(proposal: Proposal) -> tuple[int, int, float]:
     """What proposals are sorted by: seconds of a step in steps of EQUAL, then GPUs."""
     step = proposal.prediction.phases.step
+    if math.isinf(step):
+        return (sys.maxsize, proposal.prediction.job.gpus, step)
     return (round(math.log(step) / math.log1p(EQUAL)), proposal.prediction.job.gpus, step)
 
 
@@ -213,12 +228,10 @@ def _worlds(job: Job) -> Iterator[int]:
 
 
 def _modes(job: Job) -> Iterator[Mode]:
-    """Rollouts are never further ahead than the run allows for, but may be on-policy, or a step ahead where it is neutral."""
-    carries = job.run.rollout.carry_over
-    for mode in MODES:
-        if carries and not mode.ahead:
-            continue
-        yield Mode(mode.gpus, mode.sleep, max(mode.ahead, job.run.rollout.max_staleness)) if mode.ahead else mode
+    """A run whose rollouts are ahead stays so, since other settings may rest on it; one that is on-policy may also go a step
+    ahead, which its proposals say: its loss is another one then."""
+    ahead = job.run.rollout.max_staleness
+    yield from (mode._replace(ahead=max(mode.ahead, ahead)) for mode in MODES if mode.ahead or not ahead)
 
 
 def _kinds(job: Job) -> list[list[PolicyJob]]:

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from drmas.planning.cluster import clusters
-from drmas.planning.memory import DeviceMemory, stack_of
+from drmas.planning.job import stack_of
+from drmas.planning.memory import DeviceMemory
 from drmas.planning.plan import Plan
 from drmas.planning.predict import Prediction, bottleneck
 from drmas.planning.propose import Proposal
@@ -221,7 +222,9 @@ def _orders(one: Proposal) -> str:
             lines.append(line)
             line = ""
         line += f"{word} "
-    return "the first one:\n" + "\n".join(f"  {line.rstrip()}" for line in [*lines, line])
+    nodes = f", with --engine-nodes {one.engine_nodes} of drmas launch" if one.engine_nodes else ""
+    loss = "; a step ahead has another loss (loss.mismatch)" if "--rollout.max-staleness" in one.overrides else ""
+    return f"the first one{nodes}{loss}:\n" + "\n".join(f"  {line.rstrip()}" for line in [*lines, line])
 
 
 def _table(*columns: str, title: str | None = None) -> Table:

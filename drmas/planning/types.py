@@ -1,8 +1,8 @@
 """The nouns of planning: what a cluster can do, what a team asks for, how a policy is laid out, and what a step takes.
 
-Plain frozen data without behaviour beyond arithmetic on its own fields. `clusters` reads a `Cluster`, `workload` makes a
-`Workload`, `costs` turns both into `EngineSpeed` and `Phases`, `simulation` turns a `Workload` and `Engines` into a `Rollout`.
-Bytes are bytes, rates are per second, times are seconds; a share is between 0 and 1.
+Plain frozen data without behaviour beyond arithmetic on its own fields. `cluster` reads a `Cluster`, `workload` makes a
+`Workload`, `engines` and `costs` turn both into `EngineSpeed` and `Phases`, `simulation` turns a `Workload` and `Engines` into
+a `Rollout`. Bytes are bytes, rates are per second, times are seconds; a share is between 0 and 1.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """What rolling one step's episodes out takes. `simulation.simulate` and `rollout.bound` both give one."""
+    """What rolling one step's episodes out takes. `simulation.simulate` and `engines.bound` both give one."""
 
     seconds: float
     generated_tokens: float

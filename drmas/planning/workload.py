@@ -28,7 +28,7 @@ from drmas.config.section import NonNegativeFloat, Section
 from drmas.config.tasks import SearchTool
 from drmas.core.names import expected_names
 from drmas.errors import ConfigError
-from drmas.planning.assumed import QUESTION_TOKENS, SPREAD, Given, assumed
+from drmas.planning.assumed import QUESTION_TOKENS, SPREAD, Given, assumed, prompt_room
 from drmas.planning.traced import TOOL_CHARACTERS, Shape, trace
 from drmas.planning.types import AgentLoad, Lengths, Workload
 
@@ -247,7 +247,7 @@ def read_table(path: Path, run: RunConfig, team: TeamConfig) -> tuple[Workload, 
         raise ConfigError(f"workload.agents.{missing[0]}: missing (from {path}); the team has {', '.join(team.agents)}")
     size = given.group_size or run.rollout.group_size
     return Workload(
-        agents=tuple(_load(name, agent, team, size, path) for name, agent in given.agents.items()),
+        agents=tuple(_load(name, agent, run, team, size, path) for name, agent in given.agents.items()),
         tasks=given.tasks or run.rollout.tasks_per_step,
         group_size=size,
         max_concurrent_episodes=run.rollout.max_concurrent_episodes,
@@ -255,11 +255,16 @@ def read_table(path: Path, run: RunConfig, team: TeamConfig) -> tuple[Workload, 
     ), Chains()
 
 
-def _load(name: str, given: AgentTable, team: TeamConfig, group_size: int, path: Path) -> AgentLoad:
+def _load(name: str, given: AgentTable, run: RunConfig, team: TeamConfig, group_size: int, path: Path) -> AgentLoad:
     agent, key = team.agents[name], f"workload.agents.{name}"
     if given.response > agent.max_tokens:
         raise ConfigError(
             f"{key}.response is {given.response:g} (from {path}); expected at most team.{name}.max_tokens, {agent.max_tokens}"
+        )
+    if given.prompt > (room := prompt_room(run, agent.policy, agent.max_tokens)):
+        raise ConfigError(
+            f"{key}.prompt is {given.prompt:g} (from {path}); policies.{agent.policy}.engine.max_model_tokens less "
+            f"team.{name}.max_tokens leaves {room:g}"
         )
     if given.cached >= given.prompt:
         raise ConfigError(f"{key}.cached is {given.cached:g} (from {path}); expected less than {key}.prompt, {given.prompt:g}")

@@ -109,8 +109,11 @@ def held(
         yield Part("reference", frozen, ("frozen", reference.name, config.dtype, share.layout))
     if critic is not None:
         count = rank_parameters(critic.architecture, share, head=False)
-        every = sum(part.bytes for part in _trained(policy, share, count, apart=False, gpu=gpu) if "host" not in part.what)
-        yield Part("critic", every, (policy, "critic"))
+        parts = list(_trained(policy, share, count, apart=False, gpu=gpu))
+        away = sum(part.bytes for part in parts if "host" in part.what)
+        yield Part("critic", sum(part.bytes for part in parts) - away, (policy, "critic"))
+        if away:
+            yield Part("critic's optimiser in host memory", away, (policy, "critic's optimiser"))
 
 
 def _trained(policy: str, share: Share, count: float, *, apart: bool, gpu: bool) -> Iterator[Part]:

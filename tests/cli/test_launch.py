@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 import tomllib
@@ -40,6 +41,19 @@ type = "sums"
 
 [reward]
 type = "exact"
+"""
+PAIR = """
+from drmas.agents.agent import AgentConfig
+from drmas.agents.team import TeamConfig, register_team
+
+
+@register_team("pair")
+class Pair(TeamConfig):
+    solver: AgentConfig = AgentConfig(prompt="{question}")
+    verifier: AgentConfig = AgentConfig(prompt="{draft}")
+
+    async def run(self, task, agents):
+        return (await agents.solver(question=task.question)).text
 """
 AWKWARD = "a recipe; touch pwned $(touch pwned).toml"
 
@@ -153,7 +167,7 @@ def test_kubernetes_gets_a_whole_job(launch, stage) -> None:
     status, _, err = launch("kubernetes", AWKWARD, *words, "--namespace", "rl")
     assert status == 0, err
     (call,) = stage.recorded("kubectl")
-    assert call["words"] == ["apply", "-n", "rl", "-f", "-"]
+    assert call["words"] == ["create", "-n", "rl", "-f", "-"]
     found = manifest_of(call)
     assert list(found) == [
         "Secret/maths-4b-v2-engine-token",
@@ -227,6 +241,28 @@ def test_kubectls_failure_says_how_to_clean_up(launch, monkeypatch) -> None:
     assert "kubectl delete -n rl job,statefulset,service,configmap,secret -l app.kubernetes.io/instance=tiny" in err
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [("--cluster.engine_hosts", "--cluster.hosts"), ("name: NODES", "name: HOSTS"), ("limits:", "requests:")]
+)
+def test_a_manifest_that_lost_what_is_set_in_it_is_named(launch, stage, monkeypatch, old, new) -> None:
+    own = stage.folder / "own"
+    shutil.copytree(launchers_folder(), own)
+    file = own / "kubernetes" / "disaggregated.yaml"
+    file.write_text(file.read_text().replace(old, new))
+    monkeypatch.setattr("drmas.cli.launch.launchers_folder", lambda: own)
+    status, _, err = launch("kubernetes", AWKWARD, "--engine-nodes", "1", "--dry-run")
+    assert status == 2
+    assert f"{file} lacks what drmas launch sets in it" in err
+
+
+def test_files_that_pods_must_have_are_named(launch, stage) -> None:
+    (stage.folder / "pair.py").write_text(PAIR)
+    short = ["--team.solver.max-tokens", "4", "--team.verifier.max-tokens", "4"]
+    status, _, err = launch("kubernetes", AWKWARD, "--team.name", "pair.py:pair", *short, "--dry-run")
+    assert status == 0, err
+    assert re.search(r"the pods' disk +must have pair\.py under /work", err)
+
+
 @pytest.mark.parametrize(("target", "command"), [("slurm", "sbatch"), ("kubernetes", "kubectl"), ("local", "torchrun")])
 def test_what_is_not_installed_is_named(launch, stage, monkeypatch, target, command) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
@@ -240,7 +276,8 @@ def test_what_is_not_installed_is_named(launch, stage, monkeypatch, target, comm
 @pytest.mark.parametrize("words", [[], ["--nodes", "2", "--rendezvous", "node1:29500", "--node-rank", "1"]])
 def test_this_process_becomes_the_launcher(stage, words) -> None:
     flags = ["--auto-resume", "--team.solver.prompt", "{question}; touch pwned"]
-    command = [sys.executable, "-m", "drmas.cli", "launch", "torchrun" if words else "local", AWKWARD, *flags]
+    main = f"import sys; sys.executable = {str(stage.bin / 'python')!r}; from drmas.cli.main import main; main()"
+    command = [sys.executable, "-c", main, "launch", "torchrun" if words else "local", AWKWARD, *flags]
     environment = {**os.environ, **stage.environment, "HOLD": "", "DRMAS_CACHE": os.environ.get("DRMAS_CACHE", "")}
     process = stage.start(*command, "--ranks-per-node", "2", *words, **environment)
     output, _ = process.communicate(timeout=100)

@@ -17,7 +17,7 @@ from drmas.core.peaks import data_sheet
         ("NVIDIA A100-SXM4-80GB", 19.5, 312, None, 80, 2039),
         ("NVIDIA A100 80GB PCIe", 19.5, 312, None, 80, 1935),
         ("NVIDIA A100-SXM4-40GB", 19.5, 312, None, 40, 1555),
-        ("NVIDIA L40S", 91.6, 362.05, 733, 48, 864),
+        ("NVIDIA L40S", 91.6, 362.05, 733, 46068 / 1024, 864),
         ("NVIDIA B200", 75, 2250, 4500, 180, 7700),
         ("NVIDIA GB200", 80, 2500, 5000, 186, 8000),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,7 @@ def toy(toy_model) -> Callable[..., Job]:
         for key, value in (cluster or {}).items():
             table[key] = table.get(key, {}) | value if isinstance(value, dict) else value
         default = workload(*(agent(name=f"agent-{name}", policy=name) for name in names))
-        return make_job(config, load_team(config.team), parse_cluster(table, "toy"), work or default, anywhere=True)
+        job = make_job(config, load_team(config.team), parse_cluster(table, "toy"), work or default, anywhere=True)
+        return replace(job, elsewhere=False)
 
     return build

@@ -122,6 +122,18 @@ def test_a_bfloat16_machine_says_what_it_assumes(tmp_path):
     assert "# assumption: as bfloat16" in path.read_text()
 
 
+@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 5090"])
+def test_a_gpu_reads_back_with_its_data_sheet_or_what_was_measured(tmp_path, device):
+    """Links within the node aren't measured: they aren't the memory's rate."""
+    card = replace(machine(1.0), gpu=True, gpus=4, device=device, dtype="bfloat16", memory_bytes_per_second=3e12)
+    path = tmp_path / "mine.toml"
+    path.write_text(description(card, fitted(card)))
+    cluster = load_cluster(str(path))
+    assert cluster.device.flops["bfloat16"] == (989e12 if "H100" in device else PRODUCT)
+    assert (cluster.intra_bytes_per_second, cluster.host_bytes_per_second) == (4.5e11, 5e10)
+    assert path.read_text().count("# assumption: NVLink") == 1
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0, 5), min_size=4, max_size=4), st.integers(0, 10**6))
 def test_a_nonnegative_solution_is_found_and_no_better_one_is_near(solution, seed):

@@ -5,6 +5,8 @@ The toy's batch: 3 tasks x 2 episodes x 2 calls = 12 rows of 11 + 5 tokens, whic
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from drmas.errors import ConfigError
@@ -120,7 +122,6 @@ CHECKSUM = 0.25
     [
         ("broadcast", 2 * COUNT / (1e9 * 0.5) + COUNT / (1e9 * 0.5)),  # all of it, and half from the other rank
         ("shards", COUNT / (1e9 * 0.5)),
-        ("shared-memory", COUNT / (1e9 * 0.5)),
         ("disk", 2 * COUNT * 2 / 1e7),
     ],
 )
@@ -128,6 +129,29 @@ def test_a_push_of_weights_by_transport(toy, transport, seconds):
     job = toy(ranks=2, tensor_parallel=2, sync={"transport": transport}, engine={"gpus": "own", "tensor_parallel": 2})
     checksum = (COUNT + COUNT) / (1e10 * 0.5)
     assert costs.sync_seconds(job, job.policies["main"]) == pytest.approx(seconds + checksum + CHECKSUM)
+
+
+def test_shared_memory_of_several_workers_goes_through_the_host_and_of_one_from_gpu_to_gpu(toy):
+    engine = {"tensor_parallel": 2, "replicas": 2}
+    job = toy(ranks=4, tensor_parallel=2, sync={"transport": "shared-memory"}, engine=engine)
+    gather, host = COUNT / (1e9 * 0.5), job.cluster.host_bytes_per_second
+    seconds = gather + 2 * COUNT / host + COUNT / host + 2 * COUNT / costs.HOST_FILL_BYTES_PER_SECOND
+    assert costs.sync_seconds(job, job.policies["main"]) == pytest.approx(seconds + CHECKSUM)
+    alone = toy(ranks=1, sync={"transport": "shared-memory"})
+    checksum = (2 * COUNT + 2 * COUNT) / (1e10 * 0.5)
+    assert costs.sync_seconds(alone, alone.policies["main"]) == pytest.approx(2 * COUNT / (1e9 * 0.5) + checksum + CHECKSUM)
+
+
+def test_a_critic_is_costed_by_its_own_shape(toy):
+    job = toy(ranks=1)
+    policy = job.policies["main"]
+    rows = costs.step_rows(policy, job.workload, share_prefixes=False)
+    same = costs.forward(job, policy, rows, policy.model, head=False)
+    shape = replace(policy.shape, layers=3 * policy.shape.layers)
+    deeper = replace(policy.model, architecture=replace(policy.model.architecture, layers=shape.layers))
+    microbatches = costs.microbatches_of(policy, rows, 1) * job.cluster.efficiencies.microbatch_seconds
+    assert costs.forward(job, policy, rows, deeper, head=False) - microbatches == pytest.approx(3 * (same - microbatches))
+    assert same < costs.forward(job, policy, rows)
 
 
 @pytest.mark.parametrize(

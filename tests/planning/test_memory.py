@@ -81,7 +81,7 @@ def test_an_offloaded_optimiser_is_the_hosts(toy):
 
 def test_sleeping_engines_leave_their_weights_with_the_host(toy):
     host = of(toy(ranks=4, engine={"sleep": True, "replicas": 2, "tensor_parallel": 2}), "the first node's host memory")
-    assert host.parts == {"weights of sleeping engines": 4 * COUNT}
+    assert host.parts == {"weights of sleeping engines": 4 * COUNT, "weights on their way to engines": 2 * COUNT}
 
 
 def test_a_host_without_gpus_holds_all_ranks_and_engines(toy):

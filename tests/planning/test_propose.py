@@ -13,6 +13,8 @@ from drmas.planning.cluster import load_cluster
 from drmas.planning.job import make_job
 from drmas.planning.predict import predict
 from drmas.planning.propose import EQUAL, Proposals, propose
+from drmas.runtime.gpus import place_engines
+from drmas.runtime.placement import check
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,10 @@ def test_every_proposal_can_be_run_as_its_words_say(proposed, recipe, gpus):
         job = make_job(run, team, cluster, assumed(run, team))  # divides, and has the GPUs
         again = predict(job)
         assert again.phases == prediction.phases
+        hosts = {"engine_hosts": [f"tcp://node{node}:8200" for node in range(one.engine_nodes)]}
+        placed = run.model_copy(update={"cluster": run.cluster.model_copy(update=hosts)})
+        place_engines(placed, world=job.world, ranks_per_host=min(8, job.world), gpus_per_host=8)
+        check(run, team, world=job.world, here=False)
         assert again.fits
         assert job.gpus <= gpus
         for policy in job.policies.values():
@@ -100,7 +106,7 @@ def test_a_model_that_fits_nowhere_has_no_proposal_and_the_arithmetic():
     proposals = propose(make_job(shared, team, cluster, assumed(run, team)))
     assert proposals.best == ()
     (memory,) = [one for one in proposals.rejected if one.what == "memory of the trainer"]
-    assert "of 48 GiB" in memory.why
+    assert "of 45 GiB" in memory.why
 
 
 def test_a_host_without_gpus_has_one_layout():
@@ -125,3 +131,28 @@ def test_staleness_beyond_one_step_is_kept():
     proposals = propose(make_job(run, team, load_cluster("h100-8"), assumed(run, team)))
     assert proposals.best
     assert {one.mode.ahead for one in proposals.best} == {3}
+
+
+@pytest.mark.parametrize("words", [("--rollout.dynamic.enabled", "true", "--rollout.dynamic.oversample", "1.5"), ()])
+def test_a_run_that_goes_ahead_stays_so_whatever_else_rests_on_it(words):
+    ahead = ("--rollout.max-staleness", "1", "--policies.solver.engine.gpus", "own", "--policies.solver.engine.sleep", "false")
+    run = load("paper-maths-4b", [*ahead, *words])
+    team = load_team(run.team)
+    proposals = propose(make_job(run, team, load_cluster("h100-4x8"), assumed(run, team)))
+    assert {one.mode.ahead for one in proposals.best} == {1}
+    assert all("--rollout.max-staleness" not in one.overrides for one in proposals.best)
+    for one in proposals.best:
+        load("paper-maths-4b", [*ahead, *words, *one.overrides])
+
+
+def test_engines_on_other_nodes_are_said_and_never_beside_others_on_the_trainers():
+    run = load("paper-maths-4b", ["--rollout.tasks-per-step", "256"])
+    team = load_team(run.team)
+    proposals = propose(make_job(run, team, load_cluster("h100-4x8"), assumed(run, team)), most=50)
+    own = [one for one in proposals.best if one.mode.gpus == "own"]
+    assert any(one.engine_nodes for one in own)
+    for one in own:
+        job = one.prediction.job
+        devices = {device for policy in job.policies.values() for device in policy.devices}
+        assert (one.engine_nodes == 0) == (max(devices) < 8)
+        assert one.engine_nodes == 0 or (job.world % 8 == 0 and one.engine_nodes == len({device // 8 for device in devices}))
