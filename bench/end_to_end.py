@@ -10,10 +10,10 @@ differs within a group), learning rate, machine and threads. One agent, since TR
     TRL                        GRPOTrainer, generation by transformers
     TRL, continuous batching   the same with transformers' continuous batching
 
-Sides are processes of their own and take turns, step by step, the first of which warms up and doesn't count; all others do, so
-that the sides' seconds are those of the same tasks. A step's tokens are those it generates plus those it trains on, prompts too,
-however they were computed. Memory is the whole process tree's: the highest sum of PSS of all samples over the counted steps.
-Compare ratios, not seconds.
+Sides are processes of their own and take turns, step by step. The first warms up and doesn't count; all others do, so that the
+sides' seconds are those of the same tasks. A step's tokens are those it generates plus those it trains on, prompts too, however
+they were computed. Memory is the whole process tree's: the highest sum of PSS of all samples over the counted steps. Compare
+ratios, not seconds.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ class Verdict(NamedTuple):
 def compare(before: Mapping[str, Result], now: Mapping[str, Result], asked: Sequence[str]) -> list[Verdict]:
     """Every ratio of the `asked` benchmarks beside the older one, with the tolerance that this tree states for it.
 
-    Worse is, too, what was measured before and isn't now, a ratio or a whole benchmark, and a benchmark that the baseline lacks:
-    it would pass whatever it measures. A ratio that is new is named and passes.
+    Worse is, too, what was measured before and isn't now, a ratio or a whole benchmark, and a benchmark that the baseline
+    lacks: it would pass whatever it measures. A ratio that is new is named and passes.
     """
     verdicts: list[Verdict] = []
     for name in asked:

@@ -15,6 +15,9 @@ from bench.suite.entries import BENCHMARKS, Benchmark
 from bench.suite.record import Cell, Ratio, Result, Table, plain
 
 END = "<!-- end of results -->"
+TARGETS = re.compile(r"<!-- targets -->\n.*?<!-- end of targets -->", re.DOTALL)
+ASKED = "is asked for"
+"""In a note that holds an absolute number to a target."""
 SECTION = re.compile(r"<!-- results: (?P<name>\w+) -->\n(?P<body>.*?)" + re.escape(END), re.DOTALL)
 
 
@@ -34,6 +37,26 @@ def rendered(page: str, results: Mapping[str, Result], folder: str) -> str:
         return f"<!-- results: {name} -->\n{body(known[name], results.get(name), folder)}\n{END}"
 
     return SECTION.sub(section, page)
+
+
+def with_targets(readme: str, results: Mapping[str, Result], link: str) -> str:
+    """The README with what is asked of the benchmarks, beside what they measured, between its markers; `link` leads to the page
+    that has the rest. ValueError: it has no such markers."""
+    if not TARGETS.search(readme):
+        raise ValueError("the README has no markers for the targets")
+    rows = [
+        [benchmark.name, ratio.name, f"{ratio.value:.3g}", _verdict(ratio), results[benchmark.name].about.date]
+        for benchmark in BENCHMARKS
+        if benchmark.name in results
+        for ratio in results[benchmark.name].ratios
+        if ratio.target is not None
+    ]
+    parts = [f"By `python bench/all.py` ([{link}]({link}) has all of it):"]
+    parts.append(markdown(Table(title="", columns=["benchmark", "ratio, of one run", "measured", "target", "date"], rows=rows)))
+    notes = [note for benchmark in BENCHMARKS if benchmark.name in results for note in results[benchmark.name].notes]
+    parts += ["\n".join(f"- {note}." for note in notes if ASKED in note)]
+    made = "\n\n".join(part for part in parts if part)
+    return TARGETS.sub(lambda _: f"<!-- targets -->\n\n{made}\n\n<!-- end of targets -->", readme)
 
 
 def body(benchmark: Benchmark, result: Result | None, folder: str) -> str:
@@ -71,10 +94,14 @@ def ratio_table(ratios: Sequence[Ratio]) -> str:
     rows: list[list[Cell]] = []
     for ratio in ratios:
         sign = "at least" if ratio.better == "higher" else "at most"
-        target = "" if ratio.target is None else f"{sign} {ratio.target:g}: {'missed' if ratio.missed else 'reached'}"
         held = f"{sign} {ratio.limit():.3g} ({100 * ratio.tolerance:.0f} % off: {ratio.why})"
-        rows.append([ratio.name, f"{ratio.value:.3g}", target, held])
+        rows.append([ratio.name, f"{ratio.value:.3g}", _verdict(ratio), held])
     return markdown(Table(title="", columns=["ratio", "measured", "target", "another run"], rows=rows))
+
+
+def _verdict(ratio: Ratio) -> str:
+    sign = "at least" if ratio.better == "higher" else "at most"
+    return "" if ratio.target is None else f"{sign} {ratio.target:g}: {'missed' if ratio.missed else 'reached'}"
 
 
 def _row(cells: Sequence[str]) -> str:

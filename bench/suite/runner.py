@@ -27,7 +27,7 @@ from bench.suite.record import Result, about, command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "bench"
-RESULTS, PAGE = BENCH / "results", BENCH / "README.md"
+RESULTS, PAGE, README = BENCH / "results", BENCH / "README.md", ROOT / "README.md"
 CHECKED, QUICK = ROOT / "build" / "bench", ROOT / "build" / "bench-quick"
 PROGRESS = ".unfinished.json"
 """In the folder of the results while a call is under way, and after one that ended early: what it had done."""
@@ -105,12 +105,15 @@ def measure(args: argparse.Namespace) -> dict[str, str]:
 
 
 def render(folder: Path, path: Path) -> None:
-    """The page's tables and the pictures beside the results. Pictures need matplotlib, tables nothing."""
+    """The tables of the page, and of the repository's README with it, and the pictures beside the results. Pictures need
+    matplotlib, tables nothing."""
     results = page.read_results(folder)
     for benchmark in BENCHMARKS:
         if benchmark.chart is not None and benchmark.name in results:
             charts.draw(folder / f"{benchmark.name}.svg", results[benchmark.name], benchmark.chart)
     path.write_text(page.rendered(path.read_text(), results, os.path.relpath(folder, path.parent)))
+    if path == PAGE:
+        README.write_text(page.with_targets(README.read_text(), results, "bench/README.md"))
 
 
 def check(before: Path, now: Path, names: list[str]) -> bool:

@@ -32,4 +32,4 @@ def test_a_run_writes_what_it_measured(tmp_path, capsys):
     assert [row[0] for row in result.tables[0].rows] == list(CASES)
     assert all(row[1] == 60 and all(cell > 0 for cell in row[2:]) for row in result.tables[0].rows)
     assert [ratio.better for ratio in result.ratios] == ["lower"] * 3
-    assert "the plan of `turns`" in capsys.readouterr().out
+    assert "The plan of `turns` took" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 from bench.suite import charts, page
 from bench.suite.entries import BENCHMARKS, Chart
 from bench.suite.record import About, Ratio, Result, Table
-from bench.suite.runner import PAGE, RESULTS
+from bench.suite.runner import PAGE, README, RESULTS
 
 HERE = About(
     machine="2 cores of a machine", date="2026-12-01", versions={"torch": "2"}, command="python bench/loop.py", threads=2
@@ -32,6 +32,27 @@ def test_the_page_is_made_of_the_committed_results():
     """If this fails: python bench/all.py --render"""
     text = PAGE.read_text()
     assert page.rendered(text, page.read_results(RESULTS), "results") == text
+
+
+def test_the_readme_has_the_targets_of_the_committed_results():
+    """If this fails: python bench/all.py --render"""
+    text = README.read_text()
+    assert page.with_targets(text, page.read_results(RESULTS), "bench/README.md") == text
+
+
+def test_targets_by_hand():
+    kept = result(ratios=[ratio(target=3.0), ratio("other")]).model_copy(
+        update={"notes": ["It made 0.9 GB/s; at least 1 is asked for: missed", "TRL is not installed"]}
+    )
+    made = page.with_targets("a\n<!-- targets -->\nold\n<!-- end of targets -->\nb", {"loop": kept}, "x.md")
+    assert made == (
+        "a\n<!-- targets -->\n\nBy `python bench/all.py` ([x.md](x.md) has all of it):\n\n"
+        "| benchmark | ratio, of one run | measured | target | date |\n| --- | --- | --- | --- | --- |\n"
+        "| loop | speed | 2 | at least 3: missed | 2026-12-01 |\n\n"
+        "- It made 0.9 GB/s; at least 1 is asked for: missed.\n\n<!-- end of targets -->\nb"
+    )
+    with pytest.raises(ValueError, match="no markers"):
+        page.with_targets("a", {}, "x.md")
 
 
 def test_every_committed_result_has_its_picture():

@@ -258,7 +258,7 @@ def test_a_manifest_that_lost_what_is_set_in_it_is_named(launch, stage, monkeypa
 def test_files_that_pods_must_have_are_named(launch, stage) -> None:
     (stage.folder / "pair.py").write_text(PAIR)
     short = ["--team.solver.max-tokens", "4", "--team.verifier.max-tokens", "4"]
-    status, _, err = launch("kubernetes", AWKWARD, "--team.name", "pair.py:pair", *short, "--dry-run")
+    status, _, err = launch("kubernetes", AWKWARD, "--team.name", "pair.py:pair", *short, "--ranks-per-node", "4", "--dry-run")
     assert status == 0, err
     assert re.search(r"the pods' disk +must have pair\.py under /work", err)
 
