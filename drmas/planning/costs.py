@@ -192,7 +192,7 @@ def sync_seconds(job: Job, policy: PolicyJob) -> float:
 
 def through_host(job: Job, policy: PolicyJob) -> bool:
     """Whether weights of trainers on GPUs pass through the host's memory, all of them, as `payload_device` decides."""
-    direct = len(policy.devices) == 1 and not policy.config.syncs_adapters
+    direct = policy.devices == (0,) and not policy.config.syncs_adapters
     return job.cluster.gpu and not job.elsewhere and transport_of(job, policy) == "shared-memory" and not direct
 
 

@@ -64,7 +64,7 @@ class Connection:
         try:
             return future.result(timeout)
         except TimeoutError:
-            raise self.give_up(f"gave no answer to {do} within {timeout:g} s") from None
+            raise self.give_up(f"gave no answer to {do} within {timeout:g} s (engine.request_timeout_seconds)") from None
 
     def forget(self, number: int) -> None:
         """Give up on a request, or on an advance, that has no answer yet: the engine stops working on it."""

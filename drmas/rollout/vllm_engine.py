@@ -26,6 +26,9 @@ from drmas.rollout.vllm_process import adapter_arguments, engine_arguments
 
 PROBE_SECONDS = 30.0
 """How long a process that is late with a response may take to answer anything before it counts as dead and is killed."""
+UPDATE_SECONDS = 1800.0
+"""How long an update of the weights may take at least, however short `request_timeout_seconds` is: its pieces have bounds of
+their own (`sync.timeout_seconds`), and a large model has many."""
 PREFILL_TOKENS = 4096
 """Most prompt tokens of one engine step; a longer prompt still fits, whole."""
 
@@ -312,7 +315,8 @@ class VllmSyncClient:
         return whole
 
     def _call(self, do: str, *arguments: Any) -> Any:
-        return self._connection.call(do, *arguments, timeout=self._timeout)
+        slow = do in ("init_weight_transfer_engine", "update_weights")
+        return self._connection.call(do, *arguments, timeout=max(self._timeout, UPDATE_SECONDS if slow else 0.0))
 
 
 async def _answers(connection: Connection) -> bool:

@@ -29,6 +29,7 @@ from drmas.telemetry.episodes import write_episodes
 from drmas.telemetry.nvml import GpuSampler
 from drmas.telemetry.sinks import MetricsLog, replace_text
 from drmas.types import Episode, rows_of
+from drmas.weights.sync import StagedLost
 
 
 class Driver:
@@ -118,10 +119,13 @@ class Driver:
             return _message(fatal=str(error))
 
     def after_push(self, name: str, trouble: Exception | None) -> dict[str, Any]:
-        """Whether the weights must be pushed again, after the engine was started anew, or why the run has to end."""
+        """Whether the weights must be pushed again, after the engine was started anew or where what was staged is lost; or why
+        the run has to end."""
         if trouble is None:
             self.collector.revive(name)
             return {"fatal": None, "again": False}
+        if isinstance(trouble, StagedLost):
+            return {"fatal": None, "again": True}
         if not isinstance(trouble, EngineDied):
             return {"fatal": f"the weights of policy {name!r} could not be synced: {trouble}", "again": False}
         try:

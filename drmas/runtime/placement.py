@@ -232,6 +232,8 @@ def _idle_keys(config: RunConfig, team: TeamConfig, name: str, ranks: int, gpu: 
         yield "offload_optimizer", "the trainer runs on a CPU"
     if config.hosts_of(name) and policy.engine.gpus == "shared":
         yield "engine.gpus", "its engines run on engine hosts, which have no trainer ranks"
+    if policy.sync.folder is not None and transport_of(config, name, gpu=gpu)[0] != "disk":
+        yield "sync.folder", "sync.transport isn't disk"
     if policy.engine.sleep and not (gpu and config.shares_gpus(name)):
         why = "its GPUs are its own" if gpu else "an engine on a CPU waits during updates and gives no memory back"
         yield "engine.sleep", why

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,12 +14,16 @@ from drmas.policy.groups import Groups
 from drmas.policy.shard_source import ShardSource
 from drmas.policy.trainer import PolicyTrainer
 from drmas.rollout.engine import Engine
+from drmas.runtime.gpus import Seat, place_engines
 from drmas.runtime.placement import transport_of
 from drmas.weights.choice import open_transport, payload_device
 from drmas.weights.relay import relayed
 from drmas.weights.shards import ShardTransport
 from drmas.weights.sync import WeightSync
 from drmas.weights.transport import Idle, Transport
+
+MANY_GPUS = 2**20
+"""Of a host, where it only matters which of the trainer's GPUs engines share."""
 
 
 def make_sync(
@@ -47,21 +52,23 @@ def make_sync(
             relayed(policy and policy.sync_source(), pair, device=host_platform.device()),
             settings.sync,
             policy=name,
-            folder=(Path(settings.sync.folder) / config.name if settings.sync.folder else folder / "weights") / name,
+            folder=Path(settings.sync.folder or folder / "weights") / name,
             device=_device(config, name, transport),
         ),
     )
 
 
 def _device(config: RunConfig, name: str, transport: str) -> torch.device:
-    """Where the bytes pass through on the trainer's ranks."""
-    settings = config.policies[name]
+    """Where the bytes pass through on the trainer's ranks: found alike on all of them."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    seats = place_engines(config, world=world, ranks_per_host=ranks, gpus_per_host=MANY_GPUS)[name]
     return payload_device(
         transport,
         gpu=None if host_platform.is_host() else host_platform.device(),
         shared_gpus=config.shares_gpus(name),
-        workers=settings.engine.replicas * settings.engine.tensor_parallel,
-        adapters=settings.syncs_adapters,
+        beside=seats == (Seat(None, (0,)),),
+        adapters=config.policies[name].syncs_adapters,
     )
 
 

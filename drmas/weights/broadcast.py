@@ -6,14 +6,17 @@ two ends on one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from drmas.weights.meeting import Meeting
+from drmas.weights.transport import in_background
 from drmas.weights.wire import Bucket
 
 
@@ -108,15 +111,24 @@ class Way:
 
 
 class NcclWay(Way):
-    """Over a communicator of the same ends. torch's watchdog ends the process, so it must come after our own timeout."""
+    """Over a communicator of the same ends. Errors and timeouts are raised where somebody waits: torch's watchdog, which ends
+    the process for them, isn't started for this group."""
 
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
+        """RuntimeError: an end is gone, or doesn't come within the meeting's timeout."""
         super().__init__(meeting)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=10 * meeting.timeout_seconds)
+        options._timeout = timedelta(seconds=meeting.timeout_seconds)
         store = dist.PrefixStore("nccl", meeting.store)
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), mock.patch.dict(os.environ, TORCH_NCCL_BLOCKING_WAIT="1"):
             self._group = dist.ProcessGroupNCCL(store, meeting.number, meeting.size, options)
+        connecting = in_background(self._group.eager_connect_single_device, device)  # NCCL knows no bound for it
+        with meeting.reported("the others' GPUs"):
+            try:
+                connecting.result(meeting.timeout_seconds)
+            except TimeoutError:
+                self._group.abort()
+                raise RuntimeError(f"NCCL made no communicator within {meeting.timeout_seconds:g} s") from None
 
     def _begin(self, buffer: torch.Tensor, content: str) -> Callable[[], None]:
         options = dist.BroadcastOptions()

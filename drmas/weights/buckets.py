@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from drmas.errors import EngineDied, EngineError, SyncError
+from drmas.errors import SyncError
 from drmas.weights.carrier import Outbox, Unusable
 from drmas.weights.filling import Filler, bytes_of
 from drmas.weights.meeting import Ends, Meeting, Refused
 from drmas.weights.source import NOT_FINITE, CheckedSource, Source
-from drmas.weights.transport import SyncClient, Transport, has_died, in_background, reason
+from drmas.weights.transport import SyncClient, Transport, explained, has_died, in_background, reason
 from drmas.weights.wire import Bucket, Store, Update, digest, plan_buckets
 
 
@@ -45,6 +45,10 @@ class BucketTransport(Transport):
     def untouched(self) -> bool:
         """The source can't be iterated once more than on the other ranks."""
         return self._owed == 1 and self._source.untouched
+
+    @property
+    def from_stage(self) -> bool:
+        return self._owed == 0
 
     def begin(self, version: int, *, staging: bool = False) -> None:
         self._owed = 0 if self._staged == version and not staging else 1
@@ -133,27 +137,12 @@ class BucketTransport(Transport):
 
     @contextlib.contextmanager
     def _explained(self, call: Callable[[], Future[Any]], *, is_over: Callable[[Future[Any]], bool]) -> Iterator[None]:
-        """Say what went wrong as the interface says it.
-
-        `call`: of the control channel, which knows more than a broken meeting does; `is_over` when no more can be learnt there.
-        """
+        """As `transport.explained` does, with where this transport is set."""
         try:
-            yield
-        except Refused as refusal:
-            raise SyncError(str(refusal)) from None
+            with explained(self._meeting, call, is_over=is_over):
+                yield
         except Unusable as error:
             raise SyncError(f"{error}; see {self._key}") from error
-        except (SyncError, EngineError):
-            raise
-        except RuntimeError as error:
-            answering = call()
-            blame = self._meeting.blame(error, is_over=lambda: is_over(answering))
-            try:
-                said = reason(answering)
-            except EngineDied as death:
-                first, _, log = str(death).partition("\n")
-                raise EngineDied(f"{first}, and the trainer {error}\n{log}") from death
-            raise RuntimeError(f"the transfer broke: {blame}{said and f' ({said})'}") from error
 
     def _transfer(self, update: Update, buckets: list[Bucket]) -> None:
         self._meeting.agree(plan=digest(self._outbox.transport, update, buckets), content=buckets[0].content)
@@ -165,6 +154,8 @@ class BucketTransport(Transport):
             except BaseException as error:
                 with contextlib.suppress(Refused, RuntimeError):
                     self._meeting.agree(str(error) or type(error).__name__)
+                if isinstance(error, RuntimeError) and not isinstance(error, SyncError):  # ours, and no meeting that broke
+                    raise SyncError(f"{type(error).__name__}: {error}") from error
                 raise
             self._outbox.wait()
             self._meeting.agree(word=checksum, content=bucket.content)

@@ -37,12 +37,13 @@ def open_transport(
     )
 
 
-def payload_device(name: str, *, gpu: torch.device | None, shared_gpus: bool, workers: int, adapters: bool) -> torch.device:
+def payload_device(name: str, *, gpu: torch.device | None, shared_gpus: bool, beside: bool, adapters: bool) -> torch.device:
     """Where the bytes of a transport pass through: rank 0's `gpu`, where every end can reach it; else the host.
 
-    NCCL needs a GPU for every end; CUDA IPC is for the one worker that shares rank 0's. Adapters belong to the host.
+    NCCL needs a GPU for every end; CUDA IPC is for a worker that is alone and `beside` rank 0, on its GPU. Adapters belong to
+    the host.
     """
-    direct = (name in ("broadcast", "shards") and not shared_gpus) or (name == "shared-memory" and shared_gpus and workers == 1)
+    direct = (name in ("broadcast", "shards") and not shared_gpus) or (name == "shared-memory" and beside)
     return gpu if gpu is not None and direct and not adapters else CPU
 
 

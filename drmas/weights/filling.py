@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
+from threading import Barrier
 from typing import NamedTuple
 
 import torch
@@ -60,17 +61,8 @@ class Filler:
 
     def _each(self, action: Callable[[int], None]) -> None:
         """`action` of the threads' numbers at the same time, each without threads of torch's own."""
-
-        def alone(thread: int) -> None:
-            torch.set_num_threads(1)
-            action(thread)
-
-        self._pool = self._pool or ThreadPoolExecutor(self._threads, "fill")
-        threads = torch.get_num_threads()
-        try:
-            wait(doing := [self._pool.submit(alone, thread) for thread in range(self._threads)])
-        finally:
-            torch.set_num_threads(threads)  # what a thread sets for itself holds for threads that start later, too
+        self._pool = self._pool or _lone_threads(self._threads)
+        wait(doing := [self._pool.submit(action, thread) for thread in range(self._threads)])
         for done in doing:
             done.result()
 
@@ -78,6 +70,23 @@ class Filler:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+
+
+def _lone_threads(count: int) -> ThreadPoolExecutor:
+    """So many threads that torch gives one core each. What a thread sets for itself holds for threads that start later, too, so
+    all start at once, and the caller sets torch back."""
+    threads, together = torch.get_num_threads(), Barrier(count)
+
+    def alone() -> None:
+        torch.get_num_threads()  # a thread takes what holds for all when torch is first used in it
+        torch.set_num_threads(1)
+
+    pool = ThreadPoolExecutor(count, "fill", initializer=alone)
+    try:
+        wait([pool.submit(together.wait) for _ in range(count)])
+    finally:
+        torch.set_num_threads(threads)
+    return pool
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

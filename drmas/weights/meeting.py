@@ -1,11 +1,12 @@
-"""Where all ends of a shard sync meet: faults are settled together, and messages go from end to end.
+"""Where all ends of a weight sync meet: faults are settled together, and messages go from end to end.
 
     number in the group: 0 the job's rank 0 · then the policy's ranks (rank 0 among them, if it is one) · then the workers
 
 Before every step all ends vote. Who found something wrong has written what it is into the rendezvous store, so everybody stops
 at the same place and everybody knows the first fault. Where the group itself breaks, because an end died or hangs, no vote can
 be held any more: each end then writes what it was waiting for, and number 0, which has the store, sees who wrote nothing.
-Used by `shards` (the trainer's ranks) and `shard_worker`; imports torch, never vLLM. A fault ends a meeting: make a new one.
+Used on the trainer's ranks (`buckets`, `shards`) and in the workers (`receiver`, `shard_worker`); imports torch, never vLLM. A
+fault ends a meeting: make a new one.
 """
 
 from __future__ import annotations
@@ -70,6 +71,10 @@ class Parcel(NamedTuple):
 
 class Refused(Exception):
     """An end found a fault; all ends raise this at the same place, with the same words."""
+
+
+class Broken(RuntimeError):
+    """An end is gone or silent; what this end was waiting for is written down."""
 
 
 class Meeting:
@@ -162,6 +167,8 @@ class Meeting:
         others, reports = range(1, self._ends.size), {}
         while time.monotonic() < deadline and len(reports) < len(others) and not is_over():
             reports |= {other: self._said(other) for other in others if other not in reports and self._has_said(other)}
+            if failed := [f"{self._ends.called(end)} {each['failed']}" for end, each in reports.items() if "failed" in each]:
+                return "; ".join(failed)
             if any(report.get("missed", 0) not in {0, *reports} for report in reports.values()):
                 deadline = min(deadline, time.monotonic() + SOON_SECONDS)
             time.sleep(0.02)
@@ -180,7 +187,13 @@ class Meeting:
         except RuntimeError as error:
             waited = f"waited for {what}: {_brief(error)}"
             self._report({"waited": waited} | ({} if peer is None else {"missed": peer}))
-            raise RuntimeError(waited) from error
+            raise Broken(waited) from error
+
+    def failed(self, error: BaseException) -> None:
+        """Leave because of `error`, which is this end's own; number 0 will say so. What the meeting itself raised is known."""
+        if not isinstance(error, Refused | Broken):
+            self._report({"failed": f"{type(error).__name__}: {error}"})
+        self.close()
 
     def _difference(self) -> str:
         """Which ends have another plan than number 0."""

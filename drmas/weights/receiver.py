@@ -7,10 +7,8 @@ update in a thread of its own, while the engine goes on. Imports torch, never vL
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from drmas.weights.checksum import checksum
 from drmas.weights.disk import DiskInbox
 from drmas.weights.meeting import Ends, Meeting
 from drmas.weights.shared_memory import CudaInbox, MemoryInbox
+from drmas.weights.staged import Staged, given_away
 from drmas.weights.wire import Bucket, Named, Update, address_towards, digest, plan_buckets, store_at
 
 Check = Callable[[Iterable[Named]], None]
@@ -41,21 +40,11 @@ class BucketReceiver:
         store = store_at(address, init["master_port"], timeout)
         self._meeting = Meeting(store, ends, number, address=address_towards(address), timeout_seconds=timeout)
         self._inbox = _inbox(init, self._meeting, device)
-        self._staged: Future[Held] | None = None
+        self._staged: Staged[Held] = Staged(self._meeting)
 
     def stage(self, said: dict[str, Any]) -> None:
         """Take an update in the background, until `receive` is told that it was staged."""
-        staged: Future[Held] = Future()
-
-        def run() -> None:
-            try:
-                staged.set_result(list(self._arriving(said, check=None)))
-            except BaseException as error:  # `receive` raises it; the others notice now
-                staged.set_exception(error)
-                self._meeting.close()
-
-        self._staged = staged
-        threading.Thread(target=run, name="staging", daemon=True).start()
+        self._staged.begin(lambda: list(self._arriving(said, check=None)))
 
     def receive(self, said: dict[str, Any], check: Check) -> Iterator[Named]:
         """The tensors of an update, to be loaded one by one; what was loaded is let go.
@@ -64,18 +53,14 @@ class BucketReceiver:
         fault. RuntimeError: an end is gone or silent.
         """
         arriving = self._took_staged(check) if said.get("staged") else self._arriving(said, check)
-        return _unpacked(_given_away(list(arriving)) if self._inbox.staged else arriving)
+        return _unpacked(given_away(list(arriving)) if self._inbox.staged else arriving)
 
     def close(self) -> None:
-        self._staged = None
         self._meeting.close()
         self._inbox.close()
 
     def _took_staged(self, check: Check) -> Held:
-        staged, self._staged = self._staged, None
-        if staged is None:
-            raise RuntimeError("nothing was staged here")
-        held = staged.result()
+        held = self._staged.taken()
         self._meeting.agree(_fault(check, [bucket for bucket, _ in held]), content="what was staged")
         return held
 
@@ -93,17 +78,16 @@ class BucketReceiver:
             except Unusable as error:
                 fault = f"{error}; see {self._key}"
                 continue
-            if len(held) > self._inbox.overlaps:
+            if len(held) > self._inbox.overlaps and bucket is not buckets[-1]:
                 bucket, buffer, expected = held.popleft()
                 fault = _corruption(bucket, buffer, expected)
                 if not fault:
                     yield bucket, buffer
             self._inbox.wait()
-        for bucket, buffer, expected in held:
-            fault = fault or _corruption(bucket, buffer, expected)
-            if not fault:
-                yield bucket, buffer
+        for each in held:
+            fault = fault or _corruption(*each)
         self._meeting.agree(fault, content="what was sent")
+        yield from ((bucket, buffer) for bucket, buffer, _ in held)
 
     def _begin(self, said: dict[str, Any]) -> str:
         try:
@@ -134,13 +118,6 @@ def _fault(check: Check | None, buckets: list[Bucket]) -> str:
 def _corruption(bucket: Bucket, buffer: torch.Tensor, expected: int) -> str:
     found = checksum(buffer)
     return "" if found == expected else f"{bucket.content} arrived corrupt: checksum {found:016x}, sent {expected:016x}"
-
-
-def _given_away(held: Held) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    """In order, without keeping them."""
-    held.reverse()
-    while held:
-        yield held.pop()
 
 
 def _unpacked(arriving: Iterator[tuple[Bucket, torch.Tensor]]) -> Iterator[Named]:

@@ -45,7 +45,8 @@ class _Nothing:
 
 
 class _Sending:
-    """The leader's side. An error of the source reaches rank 0 in the place of the tensor."""
+    """The leader's side. An error of the source reaches rank 0 in the place of the tensor, which raises it; here the iteration
+    ends, for the policy's other ranks by iterating the rest."""
 
     def __init__(self, source: Source, pair: dist.ProcessGroup) -> None:
         self._source, self._pair = source, pair
@@ -66,7 +67,7 @@ class _Sending:
                 problem = str(error) or type(error).__name__
             dist.broadcast_object_list([problem], group=self._pair, group_src=_LEADER)
             if problem:
-                raise SyncError(_refusal(name, problem))
+                break
             dist.broadcast(_bytes(tensor), group=self._pair, group_src=_LEADER)
             yield name, tensor
         for _ in tensors:  # to its end, as the other ranks of the policy do
@@ -90,14 +91,10 @@ class _Receiving:
             problem = [""]
             dist.broadcast_object_list(problem, group=self._pair, group_src=_LEADER)
             if problem[0]:
-                raise SyncError(_refusal(name, problem[0]))
+                raise SyncError(f"{name} did not leave the policy's ranks: {problem[0]}")
             tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
             dist.broadcast(_bytes(tensor), group=self._pair, group_src=_LEADER)
             yield name, tensor
-
-
-def _refusal(name: str, problem: str) -> str:
-    return f"{name} did not leave the policy's ranks: {problem}"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

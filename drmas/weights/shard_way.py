@@ -25,10 +25,6 @@ class ShardWay(Way):
 class NcclShardWay(NcclWay):
     """Over a communicator of the same ends. A round is one group call, which lets messages pass each other in any order."""
 
-    def __init__(self, meeting: Meeting, device: torch.device) -> None:
-        super().__init__(meeting, device)
-        self._group.eager_connect_single_device(device)  # also by ends that will have nothing to send
-
     def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> Callable[[], None]:
         if not outgoing and not incoming:
             return lambda: None

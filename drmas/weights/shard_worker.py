@@ -18,7 +18,7 @@ from drmas.weights.meeting import Meeting, Parcel
 from drmas.weights.part import part_of
 from drmas.weights.shard_way import shard_way
 from drmas.weights.shard_wire import ShardInit, Terms, content, empty, unpack
-from drmas.weights.staged import Staged
+from drmas.weights.staged import Staged, given_away
 from drmas.weights.wire import Named, address_towards, store_at
 
 Check = Callable[[Iterable[Named]], None]
@@ -44,7 +44,7 @@ class ShardReceiver:
         self._meeting = Meeting(store, self._ends, number, address=own, timeout_seconds=init.timeout_seconds)
         self._device = torch.device("cpu") if init.device == "cpu" else device
         self._way = shard_way(self._meeting, self._device)
-        self._staged: Staged[list[Named]] = Staged()
+        self._staged: Staged[list[Named]] = Staged(self._meeting)
 
     def stage(self, said: dict[str, Any]) -> None:
         """Take an update in the background, until `receive` is told that it was staged."""
@@ -59,9 +59,9 @@ class ShardReceiver:
         if said.get("staged"):
             held = self._staged.taken()
             self._meeting.agree(self._fault(check), content="what was staged")
-            return _given_away(held)
+            return given_away(held)
         arriving = self._arriving(check)
-        return _given_away(list(arriving)) if self._device.type == "cpu" else arriving
+        return given_away(list(arriving)) if self._device.type == "cpu" else arriving
 
     def close(self) -> None:
         self._way.close()
@@ -70,8 +70,8 @@ class ShardReceiver:
     def _arriving(self, check: Check | None) -> Iterator[Named]:
         """Every tensor once it is complete; the last ones only when all ends have everything."""
         self._meeting.agree("" if check is None else self._fault(check), plan=self._digest)
-        tensors = dict(self._values(self._device))
-        missing = [region.size for region in self._regions]
+        tensors: dict[int, torch.Tensor] = {}
+        missing = {number: region.size for number, region in enumerate(self._regions)}
         fault, arrived = "", []
         for messages in self._rounds:
             self._meeting.agree(fault)
@@ -91,22 +91,27 @@ class ShardReceiver:
 
     def _fault(self, check: Check) -> str:
         try:
-            check(self._named(number, values) for number, values in self._values(META))
+            check(self._named(number, self._room(number, META)) for number in range(len(self._regions)))
         except ValueError as error:
             return str(error)
         return ""
 
-    def _values(self, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
-        """(number, room [rows, columns] for what this worker needs) of each tensor."""
-        for number, region in enumerate(self._regions):
-            shape = region.bottom - region.top, region.right - region.left
-            yield number, torch.empty(shape, dtype=self._terms.dtype, device=device)
+    def _room(self, number: int, device: torch.device) -> torch.Tensor:
+        """[rows, columns] for what this worker needs of a tensor."""
+        region = self._regions[number]
+        shape = region.bottom - region.top, region.right - region.left
+        return torch.empty(shape, dtype=self._terms.dtype, device=device)
 
-    def _placed(self, arrived: list[tuple[Message, torch.Tensor]], tensors: dict[int, torch.Tensor], missing: list[int]) -> str:
-        """Put what messages brought in its place. Returns what is wrong with the first bad one."""
+    def _placed(
+        self, arrived: list[tuple[Message, torch.Tensor]], tensors: dict[int, torch.Tensor], missing: dict[int, int]
+    ) -> str:
+        """Put what messages brought in its place, for which a tensor has room from its first piece on. Returns what is wrong
+        with the first bad message."""
         for message, buffer in arrived:
             try:
                 for piece, values in unpack(message, buffer, self._terms.dtype):
+                    if piece.tensor not in tensors:
+                        tensors[piece.tensor] = self._room(piece.tensor, self._device)
                     _within(tensors[piece.tensor], self._regions[piece.tensor], piece.region).copy_(values)
                     missing[piece.tensor] -= piece.region.size
             except ValueError as error:
@@ -114,21 +119,15 @@ class ShardReceiver:
                 return f"{content(message, self._terms.tensors)} from {source} {error}"
         return ""
 
-    def _complete(self, tensors: dict[int, torch.Tensor], missing: list[int]) -> Iterator[Named]:
+    def _complete(self, tensors: dict[int, torch.Tensor], missing: dict[int, int]) -> Iterator[Named]:
         """The tensors that lack nothing any more; they are kept no longer."""
-        for number in [number for number in tensors if not missing[number]]:
-            yield self._named(number, tensors.pop(number))
+        for number in [number for number, elements in missing.items() if not elements]:
+            del missing[number]
+            yield self._named(number, tensors.pop(number) if number in tensors else self._room(number, self._device))
 
     def _named(self, number: int, values: torch.Tensor) -> Named:
         name, shape = self._terms.tensors.names[number], self._terms.tensors.shapes[number]
         return name, part_of(name, shape, self._regions[number], values if len(shape) > 1 else values.view(-1))
-
-
-def _given_away(held: list[Named]) -> Iterator[Named]:
-    """In order, without keeping them."""
-    held.reverse()
-    while held:
-        yield held.pop()
 
 
 def _within(tensor: torch.Tensor, region: Region, part: Region) -> torch.Tensor:

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 
 from drmas.core.resharding import Message, Tensors, TrainerLayout, WorkerLayout
-from drmas.errors import EngineError, SyncError
+from drmas.errors import SyncError
 from drmas.weights.meeting import Meeting, Parcel, Refused
 from drmas.weights.shard_way import shard_way
 from drmas.weights.shard_wire import ShardInit, Terms, content, pack, part
 from drmas.weights.source import NOT_FINITE, is_finite
-from drmas.weights.transport import SyncClient, Transport, has_died, in_background, reason
+from drmas.weights.transport import SyncClient, Transport, explained, has_died, in_background, reason
 from drmas.weights.wire import Store, address_towards, store_at
 
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ class ShardTransport(Transport):
         if client is None:
             return
         link = self._linked(client)
-        with self._explained(link, lambda: in_background(client.get_weight_version)):
+        with self._explained(link, lambda: in_background(client.get_weight_version), is_over=has_died):
             client.stage_weights({})
             self._told({"do": "transfer", "link": link.number})
             self._transfer(link)
@@ -120,7 +120,7 @@ class ShardTransport(Transport):
         client.start_weight_update()
         self._told({"do": "agree" if is_staged else "transfer", "link": link.number})
         receiving = in_background(client.update_weights, {"staged": is_staged})
-        with self._explained(link, lambda: receiving):
+        with self._explained(link, lambda: receiving, is_over=Future.done):
             self._agree(link) if is_staged else self._transfer(link)
         receiving.result()
         client.finish_weight_update(str(version))
@@ -178,20 +178,16 @@ class ShardTransport(Transport):
         return 0
 
     @contextlib.contextmanager
-    def _explained(self, link: _Link, call: Callable[[], Future[Any]]) -> Iterator[None]:
-        """Say what went wrong as the interface says it. `call`: of the control channel, which knows whether an engine died."""
+    def _explained(
+        self, link: _Link, call: Callable[[], Future[Any]], *, is_over: Callable[[Future[Any]], bool]
+    ) -> Iterator[None]:
+        """As `transport.explained` does; what it says is kept for `_told`."""
         try:
-            yield
-        except Refused as refusal:
-            raise SyncError(str(refusal)) from None
-        except (SyncError, EngineError):
-            raise
+            with explained(link.meeting, call, is_over=is_over):
+                yield
         except RuntimeError as error:
-            answering = call()
-            blame = link.meeting.blame(error, is_over=lambda: has_died(answering))
-            reason(answering)
-            self._blamed = f"the transfer broke: {blame}"
-            raise RuntimeError(self._blamed) from error
+            self._blamed = str(error).partition("\n")[0]
+            raise
 
     def _linked(self, client: SyncClient) -> _Link:
         if self._client is not client:

@@ -69,10 +69,10 @@ class WeightSync:
     def push(self, version: int) -> SyncResult:
         """Make the engine's weights the trainer's, as `version`. Called on every rank, which all take their part.
 
-        SyncError: the weights were not finite, didn't fit or didn't arrive. The engine then runs on with its old weights; only
-        where some layers had changed already, or where it refuses to go back, it stays paused and takes no requests until a
-        push succeeds. EngineDied: start the engine again and push again; replicas that live have gone back and are paused until
-        then. Only the sender raises; it must tell the other ranks.
+        SyncError: the weights were not finite, didn't fit or didn't arrive; StagedLost: push again, on every rank. The engine
+        then runs on with its old weights; only where some layers had changed already, or where it refuses to go back, it stays
+        paused and takes no requests until a push succeeds. EngineDied: start the engine again and push again; replicas that
+        live have gone back and are paused until then. Only the sender raises; it must tell the other ranks.
         """
         started = time.perf_counter()
         trouble = self._trouble if self._staged == version else None
@@ -109,7 +109,9 @@ class WeightSync:
         """Bytes sent. A connection that turns out to be broken is made anew once, as long as the transport is untouched."""
         try:
             return self._attempt(engine, version)
-        except _Broken:
+        except _Broken as error:
+            if self._transport.from_stage:
+                raise StagedLost(str(error)) from error
             if not self._transport.untouched:
                 raise
         return self._attempt(engine, version)
@@ -144,6 +146,10 @@ class WeightSync:
             raise SyncError(f"the engine reports version {found!r} after the update to {expected!r}")
         engine.resume()
         return sent
+
+
+class StagedLost(SyncError):
+    """What was staged is lost, and nothing else: push the version again, on every rank."""
 
 
 class _Broken(SyncError):

@@ -6,13 +6,15 @@ others import it, and `choice` makes them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from drmas.errors import ConfigError, EngineDied, EngineError
+from drmas.errors import ConfigError, EngineDied, EngineError, SyncError
+from drmas.weights.meeting import Meeting, Refused
 from drmas.weights.source import CheckedSource, Source, finite
 
 REASON_SECONDS = 5.0
@@ -55,6 +57,8 @@ class Transport:
     """Whether workers may hold an update while the engine goes on with the one before; the same on every rank."""
     untouched = True
     """Whether another attempt may follow a failed one before `settle`."""
+    from_stage = False
+    """Whether the push that began goes by what was staged: if that is lost, all ranks must push anew."""
 
     def begin(self, version: int, *, staging: bool = False) -> None:
         """A push of `version` begins, or its staging."""
@@ -172,6 +176,29 @@ def reason(call: Future[Any]) -> str:
     except (EngineError, TimeoutError) as error:
         return str(error)
     return ""
+
+
+@contextlib.contextmanager
+def explained(meeting: Meeting, call: Callable[[], Future[Any]], *, is_over: Callable[[Future[Any]], bool]) -> Iterator[None]:
+    """On the sender: what goes wrong in `meeting`, as `Transport.send` raises it.
+
+    `call`: of the control channel, which knows more than a broken meeting does; `is_over` when no more can be learnt there.
+    """
+    try:
+        yield
+    except Refused as refusal:
+        raise SyncError(str(refusal)) from None
+    except (SyncError, EngineError):
+        raise
+    except RuntimeError as error:
+        answering = call()
+        blame = meeting.blame(error, is_over=lambda: is_over(answering))
+        try:
+            said = reason(answering)
+        except EngineDied as death:
+            first, _, log = str(death).partition("\n")
+            raise EngineDied(f"{first}, and the trainer {error}\n{log}") from death
+        raise RuntimeError(f"the transfer broke: {blame}{said and f' ({said})'}") from error
 
 
 def has_died(call: Future[Any]) -> bool:

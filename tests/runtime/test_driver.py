@@ -18,6 +18,7 @@ from drmas.telemetry.alarms import Alarms
 from drmas.telemetry.console import Console
 from drmas.telemetry.episodes import read_episodes
 from drmas.telemetry.sinks import MetricsLog, read_metrics
+from drmas.weights.sync import StagedLost
 
 AT_0 = {"main": 0}
 """The policies' versions before any update."""
@@ -130,6 +131,13 @@ def test_cached_prefixes_stay_with_the_weights_unless_rollouts_are_deterministic
     for step in (1, 2):
         driver.collect(step, AT_0)
     assert len(paused) == pauses
+
+
+def test_weights_whose_staging_was_lost_are_pushed_again_and_others_that_fail_end_the_run(make) -> None:
+    driver = make(Teacher())
+    assert driver.after_push("main", StagedLost("gone")) == {"fatal": None, "again": True}
+    assert driver.restarts["main"] == 0
+    assert "could not be synced: NaN" in driver.after_push("main", SyncError("NaN"))["fatal"]
 
 
 def test_the_last_restart_counts_once_it_is_done(make, config) -> None:

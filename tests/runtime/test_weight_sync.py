@@ -52,3 +52,26 @@ def test_a_broadcast_goes_from_gpu_to_gpu_unless_engines_share_the_trainers(monk
     monkeypatch.setattr(host_platform, "is_host", lambda: False)
     monkeypatch.setattr(host_platform, "device", lambda: torch.device("cuda", 0))
     assert weight_sync._device(config(*words), "main", "broadcast").type == device
+
+
+SECOND = ("--policies.other.model", "tiny:qwen3", "--policies.other.engine.gpus", "shared", "--team.verifier.policy", "other")
+TWO_WORKERS = ("--policies.main.engine.replicas", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "devices"),
+    [
+        ([*SHARED], 1, {"main": "cuda"}),
+        ([*SHARED], 4, {"main": "cuda"}),
+        ([*SHARED, *TWO_WORKERS], 4, {"main": "cpu"}),
+        ([*SHARED, *SECOND], 1, {"main": "cuda", "other": "cuda"}),
+        ([*SHARED, *SECOND], 2, {"main": "cuda", "other": "cpu"}),  # the second engine is on the second rank's GPU
+        (["--policies.main.engine.gpus", "own"], 4, {"main": "cpu"}),
+    ],
+)
+def test_memory_of_a_gpu_is_shared_with_the_one_engine_that_is_on_it(monkeypatch, words, world, devices):
+    monkeypatch.setattr(host_platform, "is_host", lambda: False)
+    monkeypatch.setattr(host_platform, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    made = config(*words)
+    assert {name: weight_sync._device(made, name, "shared-memory").type for name in devices} == devices

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -23,6 +26,7 @@ from drmas.weights.choice import open_transport
 from drmas.weights.filling import Filler
 from drmas.weights.meeting import Meeting
 from drmas.weights.shared_memory import CudaInbox, CudaOutbox
+from drmas.weights.source import CheckedSource
 from drmas.weights.wire import Update, plan_buckets
 from tests.weights.ends import CPU, Client, Tensors, push, stage
 
@@ -108,6 +112,52 @@ def test_a_tensor_that_is_not_finite_is_named_and_nothing_is_loaded(pair, bad):
     assert client.workers[0].seen == 0
 
 
+@pytest.mark.parametrize("staging", [False, True])
+def test_an_error_of_the_source_is_the_trainers_own_and_said_at_once(pair, staging):
+    class Breaks(Tensors):
+        def __iter__(self):
+            yield from self.tensors[:3]
+            raise torch.OutOfMemoryError("of the gather")
+
+    transport, client = pair(timeout_seconds=60)
+    transport._source = CheckedSource(Breaks(ODD))
+    started = time.monotonic()
+    with pytest.raises(SyncError, match="OutOfMemoryError: of the gather"):
+        stage(transport, client, 1) if staging else push(transport, client)
+    assert time.monotonic() - started < 30
+    assert client.workers[0].seen == 0
+
+
+def test_what_fails_in_a_worker_while_it_stages_is_said_and_at_once(pair, monkeypatch, caplog):
+    transport, client = pair(workers=2, timeout_seconds=60)
+    corruption, started = receiver._corruption, time.monotonic()
+
+    def fail(bucket, *more):
+        if "large" in bucket.content and threading.current_thread().name == "staging":
+            raise MemoryError("no room for a bucket")
+        return corruption(bucket, *more)
+
+    monkeypatch.setattr(receiver, "_corruption", fail)
+    with pytest.raises(RuntimeError, match=r"worker \d of engine 0 MemoryError: no room for a bucket"):
+        stage(transport, client, 1)
+    assert time.monotonic() - started < 30
+    assert "staging: MemoryError: no room for a bucket" in caplog.text
+
+
+def test_a_single_bucket_that_arrives_corrupt_at_one_worker_is_loaded_by_none(nccl, monkeypatch, tmp_path):
+    """Over NCCL, where buckets are loaded as they come: the last one only when all ends have all of theirs."""
+    client, corruption = Client(workers=2), receiver._corruption
+    config = SyncConfig(bucket_bytes=2**24, timeout_seconds=20)
+    transport = open_transport("broadcast", Tensors(ODD), config, policy="main", folder=tmp_path)
+    once = iter(["arrived corrupt"])
+    monkeypatch.setattr(receiver, "_corruption", lambda *each: next(once, "") or corruption(*each))
+    with pytest.raises(SyncError, match=r"worker \d of engine 0: arrived corrupt"):
+        push(transport, client)
+    assert [worker.seen for worker in client.workers] == [0, 0]
+    transport.close()
+    client.close()
+
+
 def test_a_source_without_tensors_is_refused(pair):
     transport, client = pair([])
     with pytest.raises(SyncError, match="names no tensors"):
@@ -169,7 +219,11 @@ class FakeNccl:
 
     def __init__(self, store: dist.Store, number: int, size: int, options: Any) -> None:
         self.store, self.number, self.size, self.options, self.waited, self.aborted = store, number, size, options, [], False
+        self.watched, self.connected = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") != "1", []
         self.made.append(self)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected.append(device)
 
     def broadcast(self, buffers: list[torch.Tensor], options: dist.BroadcastOptions) -> Any:
         assert (options.rootRank, options.rootTensor) == (0, 0)
@@ -220,10 +274,25 @@ def test_over_nccl_buckets_are_loaded_as_they_come(nccl, tmp_path):
         push(transport, client, version)
         assert all(has(worker, ODD) for worker in client.workers)
     assert sorted((group.number, group.size) for group in nccl.made) == [(0, 3), (1, 3), (2, 3)]  # one for both pushes
-    assert {group.options._timeout for group in nccl.made} == {timedelta(seconds=200)}  # the watchdog comes after our own
+    assert [(group.watched, group.connected) for group in nccl.made] == [(False, [CPU])] * 3
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+    assert {group.options._timeout for group in nccl.made} == {timedelta(seconds=20)}
     assert {wait for group in nccl.made for wait in group.waited} == {timedelta(seconds=20)}
     transport.close()
     assert [group.aborted for group in nccl.made if group.number == 0] == [True]
+    client.close()
+
+
+def test_a_communicator_that_never_comes_to_life_is_given_up(nccl, monkeypatch, tmp_path):
+    monkeypatch.setattr(nccl, "eager_connect_single_device", lambda self, device: time.sleep(30))
+    client, config = Client(), SyncConfig(bucket_bytes=1024, timeout_seconds=2)
+    transport = open_transport("broadcast", Tensors(ODD), config, policy="main", folder=tmp_path)
+    started = time.monotonic()
+    with pytest.raises((SyncError, RuntimeError), match="NCCL made no communicator within 2 s"):
+        push(transport, client)
+    assert time.monotonic() - started < 25
+    assert all(group.aborted for group in nccl.made)
+    transport.close()
     client.close()
 
 

@@ -73,19 +73,20 @@ def test_what_cannot_be_is_refused_with_the_key(asked, given, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "shared", "workers", "adapters", "expected"),
+    ("name", "shared", "beside", "adapters", "expected"),
     [
-        ("broadcast", False, 8, False, GPU),
-        ("broadcast", True, 8, False, torch.device("cpu")),  # NCCL refuses two processes on a GPU
-        ("broadcast", False, 8, True, torch.device("cpu")),
-        ("shared-memory", True, 1, False, GPU),
-        ("shared-memory", True, 2, False, torch.device("cpu")),  # one of them doesn't see rank 0's GPU
-        ("shared-memory", False, 1, False, torch.device("cpu")),
-        ("disk", True, 1, False, torch.device("cpu")),
+        ("broadcast", False, False, False, GPU),
+        ("broadcast", True, True, False, torch.device("cpu")),  # NCCL refuses two processes on a GPU
+        ("broadcast", False, False, True, torch.device("cpu")),
+        ("shared-memory", True, True, False, GPU),
+        ("shared-memory", True, True, True, torch.device("cpu")),
+        ("shared-memory", True, False, False, torch.device("cpu")),  # some worker doesn't see rank 0's GPU
+        ("shared-memory", False, False, False, torch.device("cpu")),
+        ("disk", True, True, False, torch.device("cpu")),
     ],
 )
-def test_bytes_pass_through_the_gpu_where_all_ends_reach_it(name, shared, workers, adapters, expected):
-    options = {"shared_gpus": shared, "workers": workers, "adapters": adapters}
+def test_bytes_pass_through_the_gpu_where_all_ends_reach_it(name, shared, beside, adapters, expected):
+    options = {"shared_gpus": shared, "beside": beside, "adapters": adapters}
     assert payload_device(name, gpu=GPU, **options) == expected
     assert payload_device(name, gpu=None, **options) == torch.device("cpu")
 

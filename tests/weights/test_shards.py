@@ -224,6 +224,30 @@ def test_a_message_that_arrives_corrupt_is_noticed_and_nothing_is_loaded(monkeyp
     assert len(workers.loaded) == 2
 
 
+def test_a_tensor_takes_room_from_its_first_piece_until_it_is_complete(monkeypatch):
+    """On a GPU a worker has no room for all of its part beside the model."""
+    live, most = set(), []
+    room, complete = ShardReceiver._room, ShardReceiver._complete
+
+    def counted(self, number, device):
+        if device.type != "meta":
+            live.add((id(self), number))
+            most.append(len(live))
+        return room(self, number, device)
+
+    def completed(self, tensors, missing):
+        done = [number for number, elements in missing.items() if not elements]
+        yield from complete(self, tensors, missing)
+        live.difference_update((id(self), number) for number in done)
+
+    monkeypatch.setattr(ShardReceiver, "_room", counted)
+    monkeypatch.setattr(ShardReceiver, "_complete", completed)
+    workers = Workers()
+    make(bucket_bytes=300).send(workers, 1)
+    assert len(workers.loaded) == 2
+    assert max(most) < 2 * len(TENSORS.names)
+
+
 def test_a_fault_of_ours_while_packing_stops_all_ends(monkeypatch):
     def fail(*_):
         raise MemoryError("no room")

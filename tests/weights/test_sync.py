@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from drmas.weights import filling
 from drmas.weights.broadcast import BroadcastOutbox
 from drmas.weights.buckets import BucketTransport
 from drmas.weights.checksum import Checksum
-from drmas.weights.sync import WeightSync
-from drmas.weights.transport import Idle
+from drmas.weights.sync import StagedLost, WeightSync
+from drmas.weights.transport import Idle, Transport
 
 TOLERANCE = 1e-4
 
@@ -295,6 +296,9 @@ def test_a_trainer_that_vanishes_in_the_middle_leaves_the_old_weights(trainer, m
         patch.setattr(BroadcastOutbox, "deliver", vanish)
         with pytest.raises(ConnectionAbortedError):
             trainer.push()
+    assert trainer.gap() > 1e-2  # of the new weights to those that the engine goes on with
+    trainer.push()
+    assert trainer.gap() < TOLERANCE
 
 
 def test_a_trainer_that_hangs_is_given_up_after_the_timeout(trainer, monkeypatch):
@@ -423,3 +427,45 @@ def test_close_leaves_no_process_and_is_idempotent(tied):
     with pytest.raises(EngineDied, match="not running"):
         tied.generate([[5]])
     tied.engine.start()
+
+
+class Staging(Transport):
+    """Loses what was staged."""
+
+    can_stage = True
+
+    def __init__(self) -> None:
+        self.from_stage, self.sent = False, []
+
+    def begin(self, version, *, staging=False):
+        self.from_stage = not staging and version == getattr(self, "staged", None)
+        self.staged = version if staging else None
+
+    @property
+    def untouched(self):
+        return not self.from_stage
+
+    def stage(self, client):
+        pass
+
+    def send(self, client, version):
+        if self.from_stage:
+            raise RuntimeError("no word from worker 0 of engine 0")
+        self.sent.append(version)
+        client.finish_weight_update(str(version))
+        return 7
+
+
+def test_what_was_staged_and_lost_is_pushed_anew_on_every_rank():
+    """The sender alone can't: the others take no part in a push of what was staged."""
+    client = SimpleNamespace(num_workers=1, version="0", abort_weight_update=lambda: True)
+    client.finish_weight_update = lambda version: setattr(client, "version", version)
+    client.get_weight_version = lambda: client.version
+    engine = SimpleNamespace(sync_client=client, alive=True, pause=lambda: None, resume=lambda: None)
+    sync = WeightSync(engine, transport := Staging())
+    sync.stage(3)
+    with pytest.raises(StagedLost, match="version 3 did not reach the engine: no word from worker 0"):
+        sync.push(3)
+    assert (sync.version, transport.sent) == (0, [])
+    assert sync.push(3).bytes == 7
+    assert (sync.version, transport.sent) == (3, [3])
