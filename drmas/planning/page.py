@@ -32,9 +32,9 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
 def document(plan: Plan) -> str:
     """The whole page."""
     name = text(plan.prediction.job.run.name)
-    styles = "".join(
-        (resources.files("drmas.telemetry") / sheet).read_text(encoding="utf-8") for sheet in ("report.css", "chart.css")
-    )
+    sheets = [resources.files("drmas.telemetry") / sheet for sheet in ("report.css", "chart.css")]
+    sheets.append(resources.files("drmas.planning") / "page.css")
+    styles = "".join(sheet.read_text(encoding="utf-8") for sheet in sheets)
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Plan of {name}</title>'
     body = "".join(f"<section>{part}</section>" for part in _sections(plan))
     return f'<!doctype html><html lang="en"><head>{head}<style>{styles}</style></head><body><main>{body}</main></body></html>\n'
@@ -105,9 +105,18 @@ def _proposals(plan: Plan) -> str:
                 str(one.prediction.job.gpus),
                 text(one.mode),
                 f"{one.prediction.fullest.headroom / GIB:.1f}",
-                "<br>".join([*(text(f"{key} {value}") for key, value in words), *_launched(one)]),
+                _folded([*(text(f"{key} {value}") for key, value in words), *_launched(one)]),
             ]
         )
     out = [[str(one.count), text(one.what), text(one.why)] for one in plan.proposals.rejected]
-    parts = [table(["", "step s", "GPUs", "engines", "GiB left", "settings"], rows)] if rows else ["<p>No layout fits.</p>"]
-    return "".join(parts) + (table(["layouts", "fell out by", "the nearest"], out) if out else "")
+    found = "<p>No layout fits.</p>"
+    if rows:
+        found = f'<div class="layouts">{table(["", "step s", "GPUs", "engines", "GiB left", "settings"], rows)}</div>'
+    return found + (f'<div class="fallen">{table(["layouts", "fell out by", "the nearest"], out)}</div>' if out else "")
+
+
+def _folded(lines: list[str]) -> str:
+    """Lines of HTML that a reader may unfold."""
+    if not lines:
+        return "the run's own"
+    return f"<details><summary>{len(lines)} options</summary>{'<br>'.join(lines)}</details>"
