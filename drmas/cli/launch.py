@@ -27,6 +27,7 @@ from drmas.cli.launch_plans import (
     slurm_gpus,
     slurm_script,
 )
+from drmas.config.cluster import ClusterConfig
 from drmas.config.load import load
 from drmas.config.schema import RunConfig
 from drmas.errors import ConfigError
@@ -36,6 +37,9 @@ from drmas.runtime.preview import preview
 from drmas.telemetry.console import Console
 
 Target = Literal["local", "torchrun", "slurm", "kubernetes"]
+
+TOKEN_ENV = ClusterConfig().token_env
+"""Of the files that start engines on nodes of their own."""
 
 
 def launch(
@@ -85,11 +89,17 @@ def _checked(recipe: str, overrides: Sequence[str], options: Options, machine: M
     if options.engine_nodes:  # where they are is known when they run
         hosts = [f"tcp://engine-node-{i}:{ENGINE_PORT}" for i in range(options.engine_nodes)]
         config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"engine_hosts": hosts})})
+        if config.cluster.token_env != TOKEN_ENV:
+            raise ConfigError(
+                f"cluster.token_env is {config.cluster.token_env}; the launchers make the engine nodes' secret themselves, in "
+                f"{TOKEN_ENV}: leave it out"
+            )
     ranks = options.ranks_per_node or _ranks(config, options.nodes, machine.gpus)
     world = options.nodes * ranks
     if config.train.ranks not in (None, world):
         raise ConfigError(
-            f"train.ranks is {config.train.ranks}; --nodes {options.nodes} x --ranks-per-node {ranks} = {world} trainer rank(s)"
+            f"train.ranks is {config.train.ranks}; --nodes {options.nodes} x --ranks-per-node {ranks} = {world} trainer "
+            f"rank(s): set --train.ranks {world}"
         )
     machine = replace(machine, ranks=ranks)
     planned = config.model_copy(update={"train": config.train.model_copy(update={"ranks": None})})

@@ -25,6 +25,8 @@ from drmas.planning.workload import Source, default_workload, read_table
 
 __all__ = ["render_clusters", "run_plan", "run_published"]
 
+MOST_SPREAD, MOST_PRICE = 5.0, 1e6
+
 
 def run_plan(
     recipe: str,
@@ -50,6 +52,10 @@ def run_plan(
     run = load(recipe, overrides)
     team = load_team(run.team)
     check_policies(team, [*run.policies, *run.remotes])
+    if price is not None and not 0 <= price <= MOST_PRICE:
+        raise ConfigError(f"--price is {price:g}; expected 0 to {MOST_PRICE:g} per device and hour")
+    if growth is not None and (output is not None or as_json):
+        raise ConfigError("--growth prints its table alone; leave --output and --json out")
     place = load_cluster(cluster, gpus=gpus, price=price)
     words = {"calls": calls, "prompt": prompt, "response": response}
     workload, source = _workload(run, team, work, {name: numbers(f"--{name}", each) for name, each in words.items()}, spread)
@@ -60,7 +66,10 @@ def run_plan(
         return table(simulate_growth(run, team, place, workload, source, sizes=sizes))
     roll = partial(simulate, source=source, deterministic=run.rollout.deterministic, call_seconds=CALL_SECONDS)
     plan = make_plan(run, team, place, workload, roll=roll)
-    written = write_plan(plan, output) if output is not None else []
+    try:
+        written = write_plan(plan, output) if output is not None else []
+    except OSError as error:
+        raise ConfigError(f"--output {output} can't be written: {error}") from error
     if as_json:
         return json.dumps(to_dict(plan), indent=2, allow_nan=False) + "\n"
     return render(plan) + "".join(f"written: {path}\n" for path in written)
@@ -75,8 +84,8 @@ def _workload(
         if said:
             raise ConfigError(f"--workload {work} says it all; leave {', '.join(said)} out")
         return read_run(work, run, team) if work.is_dir() else read_table(work, run, team)
-    if spread is not None and spread < 0:
-        raise ConfigError(f"--spread is {spread:g}; expected at least 0, the standard deviation of a logarithm")
+    if spread is not None and not 0 <= spread <= MOST_SPREAD:
+        raise ConfigError(f"--spread is {spread:g}; expected 0 to {MOST_SPREAD:g}, the standard deviation of a logarithm")
     return default_workload(run, team, **given, spread=SPREAD if spread is None else spread)
 
 

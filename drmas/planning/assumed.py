@@ -20,6 +20,7 @@ RESPONSE_SHARE = 0.25
 """Mean response, of `max_tokens`."""
 SPREAD = 0.6
 """Standard deviation of the logarithm of response lengths."""
+MOST_CALLS, MOST_TOKENS, MOST_EPISODES = 1000, 10**7, 10**6
 QUESTION_TOKENS = 128
 CHARACTERS_PER_TOKEN = 4
 TOOL_SECONDS = 0.1
@@ -72,6 +73,12 @@ def assumed(
                 tool_seconds=TOOL_SECONDS if agent.tools or team.tool_sections else 0.0,
             )
         )
+    if not any(load.calls for load in loads):
+        raise ConfigError("--calls leaves no agent that is called")
+    if (episodes := run.rollout.tasks_per_step * group) > MOST_EPISODES:
+        raise ConfigError(
+            f"rollout.tasks_per_step x rollout.group_size is {episodes} episodes; a plan takes at most {MOST_EPISODES}"
+        )
     said = [f"--{option}" for option, values in given.items() if values]
     return Workload(
         agents=tuple(loads),
@@ -104,6 +111,6 @@ def _check(option: str, values: Given, team: TeamConfig) -> None:
     for name, value in values.items():
         if name and name not in team.agents:
             raise ConfigError(f"--{option} names {name!r}; {expected_names(name, team.agents)}")
-        if not 0 <= value < float("inf") or (option != "calls" and value < 1):
-            least = "0" if option == "calls" else "1"
-            raise ConfigError(f"--{option} is {value:g}{f' for {name}' if name else ''}; expected a number of at least {least}")
+        least, most = (0, MOST_CALLS) if option == "calls" else (1, MOST_TOKENS)
+        if not least <= value <= most:
+            raise ConfigError(f"--{option} is {value:g}{f' for {name}' if name else ''}; expected {least} to {most}")

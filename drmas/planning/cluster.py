@@ -133,10 +133,13 @@ def load_cluster(spec: str, *, gpus: int | None = None, price: float | None = No
     return cluster if gpus is None else resized(cluster, gpus)
 
 
+MOST_GPUS = 2**17
+
+
 def resized(cluster: Cluster, gpus: int) -> Cluster:
     """The same nodes, with `gpus` devices in all. ConfigError: no whole nodes, or an unknown link between them."""
-    if gpus < 1:
-        raise ConfigError(f"--gpus is {gpus}; expected at least 1")
+    if not 1 <= gpus <= MOST_GPUS:
+        raise ConfigError(f"--gpus is {gpus}; expected 1 to {MOST_GPUS}")
     if gpus <= cluster.gpus_per_node:
         return replace(cluster, nodes=1, gpus_per_node=gpus)
     if gpus % cluster.gpus_per_node:

@@ -59,7 +59,7 @@ def _sections(plan: Plan) -> list[str]:
         f"<h1>Plan of {text(job.run.name)}</h1>{pairs(summary)}",
         f"<h2>Memory of {text(fullest.where)}</h2>{table(['part', 'GiB', 'share'], memory)}",
         f"<h2>A step</h2>{_bars(plan)}",
-        f"<h2>Longer answers</h2>{_growth(plan)}",
+        f"<h2>Longer answers</h2>{_growth(plan)}<p>By the quick bound, which is below what a simulation gives.</p>",
         f"<h2>Layouts</h2>{_proposals(plan)}",
         f"<h2>What was assumed</h2><ul>{''.join(f'<li>{text(note)}</li>' for note in plan.notes)}</ul>",
     ]
@@ -91,7 +91,7 @@ def _growth(plan: Plan) -> str:
 
 
 def _launched(one: Proposal) -> list[str]:
-    return [text(f"drmas launch --engine-nodes {one.engine_nodes}")] if one.engine_nodes else []
+    return [text(f"drmas launch {' '.join(one.node_options)}")] if one.engine_nodes else []
 
 
 def _proposals(plan: Plan) -> str:

@@ -130,7 +130,8 @@ def bottleneck(prediction: Prediction) -> str:
 def _rollout_limit(prediction: Prediction) -> str:
     rollout = bound(prediction.job.workload, prediction.engines)
     if rollout.longest_episode_seconds > 0.95 * rollout.seconds:
-        return "the longest episode; more engines don't help, shorter answers or rollouts one step ahead do"
+        ahead = "" if prediction.phases.ahead else " or rollouts one step ahead"
+        return f"the longest episode; more engines don't help, shorter answers{ahead} do"
     name = max(rollout.busy_share, key=rollout.busy_share.__getitem__)
     speed = prediction.engines[name].speed
     agents = prediction.job.workload.of(name)

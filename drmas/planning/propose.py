@@ -7,7 +7,8 @@ Every candidate that survives the memory is predicted with `engines.bound`; the 
 
     options of a policy (divisors, memory) -> fastest combination that leaves room for engines -> engines -> predictions, sorted
 
-Batch arithmetic, microbatch budget and everything else that changes results stays as the run has it. Called by `plan`.
+Batch arithmetic and everything else that changes results stays as the run has it, but for rollouts one step ahead, which such
+proposals say. Microbatch budgets may shrink: results don't depend on them. Called by `plan`.
 """
 
 from __future__ import annotations
@@ -72,7 +73,16 @@ class Proposal:
         """Nodes that have engines and no trainer: they run `drmas serve-engines`."""
         job = self.prediction.job
         used = {device // job.cluster.gpus_per_node for policy in job.policies.values() for device in policy.devices}
-        return len(used - set(range(-(-job.world // job.cluster.gpus_per_node))))
+        return len(used - set(range(self.trainer_nodes)))
+
+    @property
+    def trainer_nodes(self) -> int:
+        return -(-self.prediction.job.world // self.prediction.job.cluster.gpus_per_node)
+
+    @property
+    def node_options(self) -> list[str]:
+        """Of `drmas launch`."""
+        return ["--nodes", str(self.trainer_nodes), "--engine-nodes", str(self.engine_nodes)]
 
 
 @dataclass(frozen=True, slots=True)

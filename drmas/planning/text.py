@@ -172,11 +172,12 @@ def _proposals(plan: Plan) -> str:
         return ""
     proposals, parts = plan.proposals, []
     if proposals.best:
-        table = _table(
-            "", ">step s", ">GPUs", "trainer", "engines", ">tokens/s/GPU", ">GiB left", title="layouts, the fastest first"
-        )
+        priced = plan.prediction.step_cost is not None
+        columns = ["", ">step s", ">GPUs", "trainer", "engines", ">tokens/s/GPU", ">GiB left", *([">cost of a step"] * priced)]
+        table = _table(*columns, title="layouts, the fastest first")
         for number, one in enumerate(proposals.best, start=1):
-            table.add_row(str(number), *_row(one))
+            cost = [f"{one.prediction.step_cost:.3g} {one.prediction.job.cluster.currency}"] if priced else []
+            table.add_row(str(number), *_row(one), *cost)
         parts += [_drawn(table), _orders(proposals.best[0])]
     else:
         parts.append(f"no layout fits on {plan.prediction.job.cluster.name}")
@@ -222,7 +223,7 @@ def _orders(one: Proposal) -> str:
             lines.append(line)
             line = ""
         line += f"{word} "
-    nodes = f", with --engine-nodes {one.engine_nodes} of drmas launch" if one.engine_nodes else ""
+    nodes = f", by drmas launch with {' '.join(one.node_options)}" if one.engine_nodes else ""
     loss = "; a step ahead has another loss (loss.mismatch)" if "--rollout.max-staleness" in one.overrides else ""
     return f"the first one{nodes}{loss}:\n" + "\n".join(f"  {line.rstrip()}" for line in [*lines, line])
 

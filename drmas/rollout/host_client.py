@@ -72,6 +72,11 @@ class RemoteHost:
 
     def _ask(self, message: Message, who: str, patience: float, thinks: float | None = None) -> tuple[socket.socket, Message]:
         who = f"engine {who}: " if who else ""
+        if not self._secret:
+            raise EngineStartError(
+                f"{who}{self._token_env} is not set here; it must hold the secret of the engine host {self.url} "
+                "(cluster.token_env)"
+            )
         try:
             connection = self._connected(patience)
         except OSError as error:
@@ -87,9 +92,8 @@ class RemoteHost:
             return connection, host_wire.receive(connection)
         except (HandshakeError, OSError) as error:
             connection.close()
-            given = f"{self._token_env} is {'set' if self._secret else 'not set'} here"
             raise EngineStartError(
-                f"{who}the engine host {self.url} gave no answer: {error}; {given}, and must be as it is there"
+                f"{who}the engine host {self.url} can't be talked to: {error}; {self._token_env} must be here as it is there"
             ) from error
 
     def _connected(self, patience: float) -> socket.socket:

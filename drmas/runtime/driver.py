@@ -246,7 +246,8 @@ class Driver:
         """
         limit = self.config.policies[name].engine.max_restarts
         cause = str(trouble).partition("\n")[0] if trouble else self.collector.cause_of_death(name)
-        why = f" ({cause}{'; ' if cause else ''}see {self.run_dir / 'logs'})"
+        where = "its log is on its host" if self.config.hosts_of(name) else f"see {self.run_dir / 'logs'}"
+        why = f" ({cause}{'; ' if cause else ''}{where})"
         if self.restarts[name] >= limit:
             raise EngineDied(
                 f"the engine of policy {name!r} died {limit + 1} times{why}; policies.{name}.engine.max_restarts is {limit}"

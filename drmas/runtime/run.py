@@ -210,6 +210,8 @@ class Job:
         self.console.start(lines)
         if resume and state is None:
             self.console.note("no checkpoint yet; starting at step 1")
+        if state is not None:
+            self.console.note(f"going on after step {state['step']}")
         self.served = self.serve_metrics()
         self.folder.settle()
         write_commits(self.folder.path, self.commits)

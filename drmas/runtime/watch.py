@@ -53,6 +53,9 @@ LAST_WORDS_SECONDS = 5.0
 CAUSE_SECONDS = 2.0
 """How long a rank with an error waits for news of a lost one that may be behind it."""
 
+RUN_ID = "TORCHELASTIC_RUN_ID"
+"""In the environment of ranks that torchrun started."""
+
 
 class Share(Protocol):
     """The part of `policy.broadcast.Broadcast` that is needed here."""
@@ -124,6 +127,7 @@ class Watch:
         """`end(why, told)` ends the process; `told`: another rank found out, and said so."""
         self._timeout, self._end = timeout, end
         self._links: list[_Link] = []
+        self._launcher = os.getppid() if RUN_ID in os.environ else None
         self._closed = threading.Event()
         self._lock = threading.Lock()  # one message at a time, and one loss at a time
 
@@ -157,6 +161,8 @@ class Watch:
         """Beats, and whether others are quiet for too long."""
         interval = min(1.0, self._timeout / 4)
         while not self._closed.wait(interval):
+            if self._launcher not in (None, os.getppid()):  # nobody would start this rank again, or wait for it
+                self._lose("torchrun, which started this rank, is gone; it was killed")
             for link in self._links:
                 with self._lock, contextlib.suppress(OSError):  # `_listen` finds out
                     if link.far:
@@ -237,9 +243,9 @@ def _place() -> list[Any]:
 
 
 def _meet(share: Share, *, rank: int, timeout: float, run_dir: Path) -> Watch | None:
-    """This rank's watch, with its connections; None if the job has one rank."""
+    """This rank's watch, with its connections; None if the job has one rank that no torchrun started."""
     places = share.gather(_place)
-    if len(places) == 1:
+    if len(places) == 1 and RUN_ID not in os.environ:
         return None
     hosts = hosts_of([place[:2] for place in places])
     mine = next(host for host in hosts if rank in host.ranks)

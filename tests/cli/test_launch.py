@@ -114,13 +114,17 @@ def test_a_dry_run_starts_nothing_and_says_where_everything_would_be(launch, sta
         (["torchrun", AWKWARD, "--engine-nodes", "1"], "--engine-nodes is of slurm and kubernetes"),
         (["slurm", AWKWARD, "--rendezvous", "a:1"], "--rendezvous is of torchrun, not of slurm"),
         (["slurm", AWKWARD, "--image", "x"], "--image is of kubernetes, not of slurm"),
+        (
+            ["slurm", AWKWARD, "--engine-nodes", "1", "--cluster.token_env", "FOO"],
+            "cluster.token_env is FOO; the launchers make",
+        ),
         (["slurm", AWKWARD, "--overwrite"], "--overwrite: slurm starts a job anew after a failure"),
         (["kubernetes", AWKWARD, "--resume"], "--resume: kubernetes starts a job anew"),
         (["slurm", AWKWARD, "--train.ranks", "8"], "policies.main.engine needs 1 replica x"),
         (["slurm", AWKWARD, "--nodes", "2", "--train.ranks", "3"], "train.ranks is 3, which --nodes 2 doesn't divide"),
         (
             ["slurm", AWKWARD, "--ranks-per-node", "4", "--train.ranks", "3"],
-            "train.ranks is 3; --nodes 1 x --ranks-per-node 4 = 4",
+            "train.ranks is 3; --nodes 1 x --ranks-per-node 4 = 4 trainer rank(s): set --train.ranks 4",
         ),
         (["slurm", AWKWARD, "--policies.main.tensor-parallel", "16"], "it must divide the policy's 8 trainer rank(s)"),
         (["slurm", AWKWARD], "policies.main.engine needs 1 replica x tensor_parallel 1 = 1 GPU of its own"),

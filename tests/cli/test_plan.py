@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -59,7 +60,17 @@ def test_growth_is_a_table_of_sizes():
     [
         ({"cluster": "h100-9"}, "--cluster h100-9: the nearest is 'h100-8'"),
         ({"gpus": 12}, "--gpus is 12; a node of h100-8 has 8"),
-        ({"gpus": -8}, "--gpus is -8; expected at least 1"),
+        ({"gpus": -8}, "--gpus is -8; expected 1 to 131072"),
+        ({"gpus": 10**9}, "--gpus is 1000000000; expected 1 to 131072"),
+        ({"price": float("nan")}, "--price is nan; expected 0 to"),
+        ({"price": 1e300}, "--price is 1e+300; expected 0 to"),
+        ({"spread": 1000.0}, "--spread is 1000; expected 0 to 5"),
+        ({"spread": float("nan")}, "--spread is nan"),
+        ({"calls": "0"}, "--calls leaves no agent that is called"),
+        ({"calls": "1e12"}, "--calls is 1e+12; expected 0 to 1000"),
+        ({"prompt": "100000"}, "--prompt is 100000 for solver; policies.solver.engine.max_model_tokens less"),
+        ({"growth": 4, "as_json": True}, "--growth prints its table alone"),
+        ({"output": Path("/proc/x")}, "--output /proc/x can't be written"),
         ({"price": -1.0}, "--price is -1"),
         ({"overrides": ["--train.ranks", "16"]}, "train.ranks is 16, no engine has its own GPUs: 16 + 0 GPUs are more"),
         ({"response": "9000"}, "--response is 9000 for solver, whose team.solver.max_tokens is 4096"),

@@ -93,8 +93,8 @@ def test_what_is_not_given_is_assumed(load):
     ("given", "message"),
     [
         ({"calls": {"sovler": 1.0}}, r"--calls names 'sovler'; the nearest is 'solver'"),
-        ({"calls": {"solver": -1.0}}, r"--calls is -1 for solver; expected a number of at least 0"),
-        ({"response": {"": 0.0}}, r"--response is 0; expected a number of at least 1"),
+        ({"calls": {"solver": -1.0}}, r"--calls is -1 for solver; expected 0 to 1000"),
+        ({"response": {"": 0.0}}, r"--response is 0; expected 1 to"),
         ({"response": {"solver": 5000}}, r"--response is 5000 for solver, whose team.solver.max_tokens is 4096"),
         ({"prompt": {"": float("inf")}}, r"--prompt is inf"),
     ],

@@ -136,9 +136,7 @@ def test_a_host_that_comes_later_is_waited_for(serve, monkeypatch):
 
 
 def test_another_secret_is_refused_on_both_sides_and_never_shown(serve, reach, capfd):
-    with pytest.raises(
-        EngineStartError, match="another secret; DRMAS_TEST_TOKEN is set here, and must be as it is there"
-    ) as error:
+    with pytest.raises(EngineStartError, match="another secret; DRMAS_TEST_TOKEN must be here as it is there") as error:
         reach(serve(), "something else entirely").describe()
     assert SECRET not in str(error.value)
     assert "something else" not in str(error.value)
@@ -157,7 +155,7 @@ def test_a_server_of_another_kind_is_no_engine_host(monkeypatch):
         thread = threading.Thread(target=answer)
         thread.start()
         host = RemoteHost(f"tcp://127.0.0.1:{listener.getsockname()[1]}", CLUSTER)
-        with pytest.raises(EngineStartError, match="gave no answer"):
+        with pytest.raises(EngineStartError, match="can't be talked to"):
             host.describe()
         thread.join()
 

@@ -386,3 +386,23 @@ def test_an_error_behind_which_a_lost_rank_is_waits_for_its_name(monkeypatch):
     with pytest.raises(RuntimeError), watched(None, rank=0, timeout=LONG, run_dir=None):
         raise RuntimeError("Connection closed by peer")
     assert gone.get(timeout=30).startswith(f"{B} closed its connection")
+
+
+def test_a_rank_whose_torchrun_was_killed_ends(monkeypatch):
+    """Its parent is another one then. Without torchrun, whoever started it may go."""
+    for started_by_torchrun in (True, False):
+        gone: queue.Queue[str] = queue.Queue()
+        with monkeypatch.context() as patch:
+            if started_by_torchrun:
+                patch.setenv("TORCHELASTIC_RUN_ID", "x")
+            watch = Watch(1.0, lambda why, told, gone=gone: gone.put(why))
+            watch.begin()
+            with pytest.raises(queue.Empty):
+                gone.get(timeout=1)
+            patch.setattr("os.getppid", lambda: 1)
+            if started_by_torchrun:
+                assert gone.get(timeout=10) == "torchrun, which started this rank, is gone; it was killed"
+            else:
+                with pytest.raises(queue.Empty):
+                    gone.get(timeout=1)
+            watch.close()
