@@ -21,6 +21,14 @@ shift 2
 : "${RENDEZVOUS:?HOST:PORT where they meet}"
 NODE_RANK=${NODE_RANK:-${SLURM_PROCID:-${JOB_COMPLETION_INDEX:?NODE_RANK, the number of this host}}}
 export RENDEZVOUS
+if [[ ! $ranks =~ ^[1-9][0-9]*$ ]]; then
+  echo "$0: the first argument is $ranks; expected how many trainer ranks per host, then a recipe" >&2
+  exit 2
+fi
+if [[ ! $RENDEZVOUS =~ ^.+:[0-9]+$ ]]; then
+  echo "$0: RENDEZVOUS is $RENDEZVOUS; expected HOST:PORT" >&2
+  exit 2
+fi
 
 # shellcheck source-path=SCRIPTDIR source=../env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"

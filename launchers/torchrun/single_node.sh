@@ -8,6 +8,10 @@ set -euo pipefail
 ranks=${1:?how many trainer ranks}
 recipe=${2:?a recipe name or file}
 shift 2
+if [[ ! $ranks =~ ^[1-9][0-9]*$ ]]; then
+  echo "$0: the first argument is $ranks; expected how many trainer ranks, then a recipe" >&2
+  exit 2
+fi
 
 unset RENDEZVOUS
 # shellcheck source-path=SCRIPTDIR source=../env.sh

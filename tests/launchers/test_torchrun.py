@@ -36,6 +36,15 @@ def test_what_is_missing_is_named(stage, launchers) -> None:
     for script, words, variables, named in (
         ("single_node.sh", [], {}, "how many trainer ranks"),
         ("single_node.sh", ["2"], {}, "a recipe name or file"),
+        ("single_node.sh", ["quickstart", "2"], {}, "the first argument is quickstart; expected how many trainer ranks"),
+        ("single_node.sh", ["0", "quickstart"], {}, "the first argument is 0"),
+        ("multi_node.sh", ["x", "q"], {"NODES": "2", "RENDEZVOUS": "a:1", "NODE_RANK": "0"}, "the first argument is x"),
+        (
+            "multi_node.sh",
+            ["2", "quickstart"],
+            {"NODES": "2", "RENDEZVOUS": "node1", "NODE_RANK": "0"},
+            "RENDEZVOUS is node1; expected HOST:PORT",
+        ),
         ("multi_node.sh", ["2", "quickstart"], {}, "NODES"),
         ("multi_node.sh", ["2", "quickstart"], {"NODES": "2"}, "RENDEZVOUS"),
         ("multi_node.sh", ["2", "quickstart"], {"NODES": "2", "RENDEZVOUS": "node1:29500"}, "NODE_RANK"),
