@@ -290,7 +290,8 @@ def plan(
     response: Annotated[str, typer.Option("--response", metavar="N|AGENT=N,...", help="Mean tokens of a response.")] = "",
     spread: Annotated[float | None, typer.Option("--spread", help="Deviation of the logarithm of response lengths.")] = None,
     workload: Annotated[
-        Path | None, typer.Option("--workload", metavar="FILE|RUN", help="All of these: a [workload] table, or a run's folder.")
+        Path | None,
+        typer.Option("--workload", metavar="FILE|RUN", help="All of these: a file with a table workload, or a run's folder."),
     ] = None,
     growth: Annotated[
         int | None, typer.Option("--growth", metavar="N", help="Not a plan: what a step takes on 1, 2, 4, ... N GPUs.")

@@ -252,6 +252,13 @@ def _laid_out(run: RunConfig, *, trainer: int, replicas: Mapping[str, int], mode
     )
 
 
+LEGEND = (
+    "train+eng: GPUs of the trainer and of the engines; where both are as many as there are in all, they take turns",
+    "wait: seconds of a step in which the trainer waits for episodes; train: in which it trains; idle: shares of their time",
+    "lag: how many steps old the weights are that sampled a step's tokens; carried over: slow groups come a step later",
+)
+
+
 def table(points: Sequence[Point]) -> str:
     """One line per point."""
     lines = [
@@ -266,4 +273,4 @@ def table(points: Sequence[Point]) -> str:
             f"{step.train:8.1f} {one.tokens_per_second_per_gpu:10.0f} {one.engine_idle:9.0%} {step.trainer_idle:9.0%} "
             f"{step.lag_mean:5.2f}"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *LEGEND]) + "\n"

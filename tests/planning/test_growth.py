@@ -73,6 +73,7 @@ def test_a_layout_that_no_size_fits_is_refused():
 
 def test_a_table_has_a_line_per_point():
     points = grow((1,), scalings=("weak",))
-    head, line = table(points).splitlines()
+    head, line, *legend = table(points).splitlines()
+    assert [each.partition(":")[0] for each in legend] == ["", "train+eng", "wait", "lag"]
     assert line.split()[:3] == ["1", "weak", "on-policy"]
     assert len(head) == len(line)
