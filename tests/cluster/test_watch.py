@@ -84,6 +84,21 @@ def test_a_rank_that_is_killed_ends_all_ranks_of_all_hosts_at_once(job):
     assert job.left() == []
 
 
+def test_ranks_whose_torchrun_is_killed_are_no_orphans_and_the_others_end_with_them(job):
+    os.kill(parent(job.pid(2)), signal.SIGKILL)
+    assert job.statuses()[0] == 1
+    assert "drmas: host drmas-h1 (ranks 2, 3): torchrun, which started this rank, is gone; it was killed" in job.said(1)
+    assert "torchrun, which started this rank, is gone" in job.said(0)
+    limit = time.monotonic() + PATIENCE
+    while job.left():
+        assert time.monotonic() < limit, job.left()
+        time.sleep(0.05)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def test_an_error_of_one_rank_ends_the_others_when_they_had_time_for_their_own(job):
     (job.folder / "fail-1").touch()
     assert job.statuses() == [1, 1]
