@@ -93,5 +93,6 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
                 raise PeerLeft("the other side closed the connection")
             received += part
     finally:
-        connection.settimeout(limit)
+        if limit is not None:  # else another thread may have set one meanwhile
+            connection.settimeout(limit)
     return received
