@@ -129,11 +129,13 @@ def about(threads: int) -> About:
 
 
 def commit() -> str:
-    """The commit of this file's tree, "+" behind it where files that it has were changed; "" where that can't be told."""
+    """The commit of this file's tree, "+" behind it where files that it has were changed, results aside; "" where that can't be
+    told."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, check=True)
+        paths = ["--untracked-files=no", "--", ":(top)", ":(top,exclude)bench/results"]
+        changed = subprocess.run([*git, "status", "--porcelain", *paths], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
     return found.stdout.strip() + "+" * bool(changed.stdout)

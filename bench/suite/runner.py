@@ -125,6 +125,10 @@ def check(before: Path, now: Path, names: list[str]) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
+    known = page.read_results(args.baseline) if args.check else {}
+    if missing := [each.name for each in args.chosen if args.check and each.name not in known]:
+        print(f"{args.baseline} has no result of {', '.join(missing)} to compare with: measure and commit it, or leave it out")
+        return 1
     failed = {} if args.render else measure(args)
     for name, trouble in failed.items():
         print(f"{name}: {trouble}")

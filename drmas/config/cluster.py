@@ -33,7 +33,7 @@ class SyncConfig(Section):
     timeout_seconds: PositiveFloat = 60.0
     """How long a piece may take until its peer counts as lost."""
     folder: str | None = None
-    """Of disk: where the files go, on every host the same. The run's folder if unset."""
+    """Of disk: where the files go, on every host the same; runs may share it. The run's folder if unset."""
 
 
 class ClusterConfig(Section):

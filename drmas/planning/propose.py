@@ -17,7 +17,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import cycle, product
 from typing import NamedTuple
 
 from drmas.config.schema import PolicyConfig, RunConfig
@@ -166,6 +166,9 @@ def _judge(job: Job, run: RunConfig, mode: Mode, fallen: _Fallen) -> Proposal | 
         why = f"{candidate.world} trainer ranks leave GPUs of their nodes to engines, of which others are elsewhere"
         fallen.add("engines beside the trainer and on other nodes", why)
         return None
+    if (most := _fullest_engine_node(candidate)) > node:
+        fallen.add("engine nodes that take replicas in turn", f"one of them would need {most} GPUs and has {node}")
+        return None
     prediction = predict(candidate, bound)
     if prediction.fits:
         return Proposal(mode, prediction, overrides(job.run, run))
@@ -187,6 +190,21 @@ def _judge(job: Job, run: RunConfig, mode: Mode, fallen: _Fallen) -> Proposal | 
             miss=policy.config.engine.max_model_tokens - tokens,
         )
     return None
+
+
+def _fullest_engine_node(job: Job) -> int:
+    """GPUs that the engines of one node need where all are on nodes of their own: as a run deals replicas out in turn, over all
+    policies (`drmas.runtime.gpus`)."""
+    node = job.cluster.gpus_per_node
+    nodes = {device // node for policy in job.policies.values() for device in policy.devices}
+    if min(nodes) < -(-job.world // node):
+        return 0
+    load = dict.fromkeys(nodes, 0)
+    turns = cycle(nodes)
+    for policy in job.policies.values():
+        for _ in range(policy.config.engine.replicas):
+            load[next(turns)] += policy.config.engine.tensor_parallel
+    return max(load.values())
 
 
 def _best(found: Sequence[Proposal], most: int) -> list[Proposal]:

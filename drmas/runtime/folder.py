@@ -114,7 +114,7 @@ class RunFolder:
             return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
         except ValueError as error:
             raise CheckpointError(
-                f"{file} is damaged ({error}); put the run's settings back (drmas config show prints a recipe's), or delete it"
+                f"{file} is damaged ({error}); put the run's settings back, or move {self.path} away"
             ) from error
 
     def _holds_run(self) -> bool:

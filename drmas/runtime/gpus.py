@@ -60,7 +60,7 @@ def place_engines(config: RunConfig, *, world: int, ranks_per_host: int, gpus_pe
 def check_fractions(engines: Mapping[str, EngineConfig], seats: Seats) -> None:
     """ConfigError: engines that run at a time, by policy, want more of a GPU of this host than there is."""
     on: dict[int, list[str]] = {}
-    for name in engines:
+    for name in (name for name, engine in engines.items() if engine.backend == "vllm"):
         for gpu in (gpu for seat in seats[name] for gpu in seat.gpus or ()):
             on.setdefault(gpu, []).append(name)
     for gpu, names in on.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,20 +53,29 @@ def make_sync(
             relayed(policy and policy.sync_source(), pair, device=host_platform.device()),
             settings.sync,
             policy=name,
-            folder=Path(settings.sync.folder or folder / "weights") / name,
+            folder=_files(config, folder, name),
             device=_device(config, name, transport),
         ),
     )
+
+
+def _files(config: RunConfig, folder: Path, name: str) -> Path:
+    """Where a policy's updates lie, of the transport disk: no other run's, as the run's `folder` is nobody else's."""
+    if (given := config.policies[name].sync.folder) is None:
+        return folder / "weights" / name
+    own = hashlib.blake2b(str(folder.absolute()).encode(), digest_size=4).hexdigest()
+    return Path(given) / f"{config.name}-{own}" / name
 
 
 def _device(config: RunConfig, name: str, transport: str) -> torch.device:
     """Where the bytes pass through on the trainer's ranks: found alike on all of them."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-    seats = place_engines(config, world=world, ranks_per_host=ranks, gpus_per_host=MANY_GPUS)[name]
+    gpus = 0 if host_platform.is_host() else MANY_GPUS
+    seats = place_engines(config, world=world, ranks_per_host=ranks, gpus_per_host=gpus)[name]
     return payload_device(
         transport,
-        gpu=None if host_platform.is_host() else host_platform.device(),
+        gpu=host_platform.device() if gpus else None,
         shared_gpus=config.shares_gpus(name),
         beside=seats == (Seat(None, (0,)),),
         adapters=config.policies[name].syncs_adapters,

@@ -6,11 +6,12 @@ two ends on one.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ import torch.distributed as dist
 from drmas.weights.meeting import Meeting
 from drmas.weights.transport import in_background
 from drmas.weights.wire import Bucket
+
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_environment = threading.Lock()  # over that variable
 
 
 class BroadcastOutbox:
@@ -120,7 +124,7 @@ class NcclWay(Way):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=meeting.timeout_seconds)
         store = dist.PrefixStore("nccl", meeting.store)
-        with torch.cuda.device(device), mock.patch.dict(os.environ, TORCH_NCCL_BLOCKING_WAIT="1"):
+        with torch.cuda.device(device), _blocking_wait():
             self._group = dist.ProcessGroupNCCL(store, meeting.number, meeting.size, options)
         connecting = in_background(self._group.eager_connect_single_device, device)  # NCCL knows no bound for it
         with meeting.reported("the others' GPUs"):
@@ -143,6 +147,21 @@ class NcclWay(Way):
 
     def close(self) -> None:
         self._group.abort()
+
+
+@contextlib.contextmanager
+def _blocking_wait() -> Iterator[None]:
+    """Groups that are made meanwhile have no watchdog."""
+    with _environment:
+        before = os.environ.get(BLOCKING_WAIT)
+        os.environ[BLOCKING_WAIT] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[BLOCKING_WAIT]
+            else:
+                os.environ[BLOCKING_WAIT] = before
 
 
 def way(meeting: Meeting, device: torch.device) -> Way:

@@ -96,8 +96,7 @@ class BucketTransport(Transport):
 
     def _prepare(self, client: SyncClient) -> tuple[Update, list[Bucket], dict[str, Any]]:
         """Connect, and describe what is about to be sent: for us, and for the workers. RuntimeError: there is no connection."""
-        if self._client is not client:
-            self._connect(client)
+        joining = self._connect(client) if self._client is not client else None
         update = Update.of([(meta.name, meta.dtype, meta.shape) for meta in self._source.metadata()])
         if not update.names:
             raise SyncError("the source names no tensors")
@@ -106,10 +105,15 @@ class BucketTransport(Transport):
             said = self._outbox.begin(self._meeting, buckets)
         except Unusable as error:
             raise SyncError(f"{error}; see {self._key}") from error
+        except RuntimeError as error:
+            raise RuntimeError((joining and reason(joining)) or str(error)) from error
+        if joining is not None:
+            joining.result()  # over NCCL the workers wait for our outbox, and it for them
+            self._client = client
         return update, buckets, {"update": update.to_json(), "carrier": said}
 
-    def _connect(self, client: SyncClient) -> None:
-        """A meeting with the engines' workers, for the life of their processes."""
+    def _connect(self, client: SyncClient) -> Future[Any]:
+        """A meeting with the engines' workers, for the life of their processes; the result says that they have joined."""
         self.close()
         engines = len(getattr(client, "clients", [client]))
         ends = Ends((0,), client.num_workers // engines, engines)
@@ -132,8 +136,7 @@ class BucketTransport(Transport):
             self._meeting = Meeting(self._store.store, ends, 0, address=address, timeout_seconds=timeout)
         except RuntimeError as error:
             raise RuntimeError(reason(joining) or str(error)) from error
-        joining.result()
-        self._client = client
+        return joining
 
     @contextlib.contextmanager
     def _explained(self, call: Callable[[], Future[Any]], *, is_over: Callable[[Future[Any]], bool]) -> Iterator[None]:

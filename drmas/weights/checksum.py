@@ -5,9 +5,9 @@
 
 A sum is as fast as memory, several times faster than a CRC in Python. A change of one word changes the sums of its piece and of
 its column. Words that change places change the sums of their pieces, or of their columns, but for those of one column in one
-piece: rows are as long as a prime, so that cache lines, pages and rows of matrices that change places aren't among them. It
-guards against faults and not against an adversary. Used by the senders while the bytes are still in the cache, and by the
-receivers.
+piece: rows are as long as a prime, so that pages, and rows of matrices of 512 bytes and more, that change places aren't among
+them. It guards against faults and not against an adversary. Used by the senders while the bytes are still in the cache, and by
+the receivers.
 """
 
 from __future__ import annotations

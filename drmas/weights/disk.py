@@ -1,6 +1,6 @@
 """The bytes of an update through a folder that the trainer and the engines see: a safetensors file for every bucket.
 
-    FOLDER/update-HOST-PID-a1b2c3-7/000000000000000.safetensors, 000000067108864.safetensors, ...
+    FOLDER/update-7/000000000000000.safetensors, 000000067108864.safetensors, ...
 
 A file appears whole, under its name, before the ends vote on it. The files of an update go when all have loaded it, at the
 latest with the next one. The slowest way, for engines that have nothing in common with the trainer but a file system.
@@ -9,11 +9,7 @@ latest with the next one. The slowest way, for engines that have nothing in comm
 from __future__ import annotations
 
 import itertools
-import os
-import re
-import secrets
 import shutil
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,17 +28,15 @@ class DiskOutbox:
     device = torch.device("cpu")
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is made if it isn't there, and has the same path on all hosts. Runs may share it."""
+        """`folder` is this policy's alone. It is made if it isn't there, and has the same path on all hosts."""
         self._parent, self._folder = folder, None
-        self._names = (f"update-{_owner()}-{secrets.token_hex(3)}-{number}" for number in itertools.count(1))
+        self._numbers = itertools.count(1)
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def begin(self, meeting: Meeting, buckets: Sequence[Bucket]) -> dict[str, Any]:
-        self.end()
-        for folder in self._parent.glob(f"update-{socket.gethostname()}-*"):
-            if _is_left_over(folder.name):
-                shutil.rmtree(folder, ignore_errors=True)
-        folder = self._parent / next(self._names)
+        for left_over in self._parent.glob("update-*"):  # by this process, or by one that was killed
+            shutil.rmtree(left_over, ignore_errors=True)
+        folder = self._parent / f"update-{next(self._numbers)}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -109,16 +103,6 @@ class DiskInbox:
 
     def close(self) -> None:
         pass
-
-
-def _owner() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
-
-
-def _is_left_over(name: str) -> bool:
-    """Whether an update of this host is by a process that is gone. (Who has our number now may be another; ours is ended.)"""
-    found = re.fullmatch(rf"update-{re.escape(socket.gethostname())}-(\d+)-[0-9a-f]+-\d+", name)
-    return found is not None and not Path(f"/proc/{found[1]}").exists()
 
 
 def file_of(folder: Path, bucket: Bucket) -> Path:

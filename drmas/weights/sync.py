@@ -103,7 +103,8 @@ class WeightSync:
             except RuntimeError as error:
                 self._transport.close()
                 if is_last or isinstance(error, SyncError) or not self._transport.untouched:
-                    return SyncError(f"version {version} did not reach the engine: {error}")
+                    kind = SyncError if isinstance(error, SyncError) else StagedLost
+                    return kind(f"version {version} did not reach the engine: {error}")
 
     def _send(self, engine: SyncedEngine, version: int) -> int:
         """Bytes sent. A connection that turns out to be broken is made anew once, as long as the transport is untouched."""

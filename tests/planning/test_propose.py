@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -47,7 +48,13 @@ def test_every_proposal_can_be_run_as_its_words_say(proposed, recipe, gpus):
         assert again.phases == prediction.phases
         hosts = {"engine_hosts": [f"tcp://node{node}:8200" for node in range(one.engine_nodes)]}
         placed = run.model_copy(update={"cluster": run.cluster.model_copy(update=hosts)})
-        place_engines(placed, world=job.world, ranks_per_host=min(8, job.world), gpus_per_host=8)
+        seats = place_engines(placed, world=job.world, ranks_per_host=min(8, job.world), gpus_per_host=8)
+        need: Counter[str] = Counter()
+        for name, own in seats.items():
+            need.update({seat.host: 0 for seat in own if seat.host})
+            for seat in own:
+                need[seat.host or ""] += run.policies[name].engine.tensor_parallel if seat.host else 0
+        assert max(need.values(), default=0) <= 8
         check(run, team, world=job.world, here=False)
         assert again.fits
         assert job.gpus <= gpus

@@ -75,3 +75,16 @@ def test_memory_of_a_gpu_is_shared_with_the_one_engine_that_is_on_it(monkeypatch
     monkeypatch.setenv("WORLD_SIZE", str(world))
     made = config(*words)
     assert {name: weight_sync._device(made, name, "shared-memory").type for name in devices} == devices
+
+
+def test_on_a_cpu_more_workers_than_ranks_share_memory():
+    made = config(*SHARED, "--policies.main.engine.replicas", "3")
+    assert weight_sync._device(made, "main", "shared-memory").type == "cpu"
+
+
+def test_runs_that_share_a_folder_have_files_of_their_own(tmp_path):
+    made = config("--policies.main.sync.transport", "disk", "--policies.main.sync.folder", str(tmp_path))
+    one, other = (weight_sync._files(made, folder, "main") for folder in (tmp_path / "a" / "run", tmp_path / "b" / "run"))
+    assert one != other
+    assert one.parent.parent == other.parent.parent == tmp_path
+    assert weight_sync._files(config(), tmp_path / "run", "main") == tmp_path / "run" / "weights" / "main"

@@ -223,6 +223,12 @@ class FakeNccl:
         self.made.append(self)
 
     def eager_connect_single_device(self, device: torch.device) -> None:
+        """As NCCL's: returns when all ends have come."""
+        self.store.add("came", 1)
+        limit = time.monotonic() + 10
+        while self.store.add("came", 0) < self.size * -(-self.store.add("came", 0) // self.size):
+            assert time.monotonic() < limit
+            time.sleep(0.01)
         self.connected.append(device)
 
     def broadcast(self, buffers: list[torch.Tensor], options: dist.BroadcastOptions) -> Any:

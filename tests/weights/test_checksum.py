@@ -51,7 +51,7 @@ def test_one_bit_is_seen(place, bit):
     assert checksum(other) != RIGHT
 
 
-@given(data=st.data(), size=st.sampled_from([1, 2, 4, 8, 16, 4096, 576 * 4, 64 * 1024]))
+@given(data=st.data(), size=st.sampled_from([512, 576 * 4, 4096, 64 * 1024]))
 def test_two_parts_that_change_places_are_seen(data, size):
     places = len(BUFFER) // size
     first, second = data.draw(st.tuples(st.integers(0, places - 1), st.integers(0, places - 1)))
