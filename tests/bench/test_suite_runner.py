@@ -117,6 +117,12 @@ def test_check_fails_where_a_benchmark_of_the_baseline_fails(suite, capsys):
     assert "three: in the baseline and not measured now: WORSE" in capsys.readouterr().out
 
 
+def test_check_without_a_baseline_measures_nothing(suite, capsys):
+    assert call(suite, "--only", "one", "--check", "--baseline", str(suite / "nowhere")) == 1
+    assert "has no result of one to compare with: measure and commit it" in capsys.readouterr().out
+    assert not (suite / "out").exists()
+
+
 def test_quick_runs_what_has_a_quick_form_and_leaves_the_page_alone(suite):
     page = (suite / "page.md").read_text()
     assert call(suite, "--quick") == 0
