@@ -214,7 +214,7 @@ def main() -> int:
     choices = ", ".join(TRANSPORTS)
     parser.add_argument("transports", nargs="*", choices=[*TRANSPORTS, []], default=[], metavar="TRANSPORT", help=choices)
     parser.add_argument("--model", default=PACKAGED)
-    parser.add_argument("--pushes", type=int, default=5)
+    parser.add_argument("--pushes", type=int, default=6)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the engine and of the trainer")
     parser.add_argument("--small", action="store_true", help="a tiny model and two pushes, to see that it runs")
     add_json(parser)

@@ -110,8 +110,8 @@ BENCHMARKS = (
     Benchmark(
         "plan_validation",
         "plan_validation.py",
-        ("--case", "quickstart", "--case", "long groups", "--steps", "3"),
-        minutes=6,
+        (),
+        minutes=5,
         convert=plan_validation,
     ),
 )

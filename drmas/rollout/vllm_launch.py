@@ -56,7 +56,9 @@ def engine_environment(device: str, threads: int | None, gpus: Sequence[int] | N
     if device == "cpu":
         kept |= {
             "TORCHDYNAMO_DISABLE": "1",  # else the first log-probs compile a helper, with a C++ compiler that may not be there
-            "THP_MEM_ALLOC_ENABLE": "1",  # huge pages for large tensors: every update takes a model's worth of fresh memory
+            # huge pages for tensors, large ones by torch, others by glibc: an update takes a model's worth of fresh memory
+            "THP_MEM_ALLOC_ENABLE": "1",
+            "GLIBC_TUNABLES": ":".join(filter(None, [kept.get("GLIBC_TUNABLES", ""), "glibc.malloc.hugetlb=1"])),
             "OMP_NUM_THREADS": str(threads or len(os.sched_getaffinity(0))),
             "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait take the cores from the trainer
             "GOMP_SPINCOUNT": "0",
