@@ -51,7 +51,8 @@ def with_targets(readme: str, results: Mapping[str, Result], link: str) -> str:
         for ratio in results[benchmark.name].ratios
         if ratio.target is not None
     ]
-    parts = [f"By `python bench/all.py` ([{link}]({link}) has all of it):"]
+    machines = dict.fromkeys(result.about.machine for result in results.values())
+    parts = [f"By `python bench/all.py`, on {' and '.join(machines)} ([{link}]({link}) has all of it):"]
     parts.append(markdown(Table(title="", columns=["benchmark", "ratio, of one run", "measured", "target", "date"], rows=rows)))
     notes = [note for benchmark in BENCHMARKS if benchmark.name in results for note in results[benchmark.name].notes]
     parts += ["\n".join(f"- {note}." for note in notes if ASKED in note)]

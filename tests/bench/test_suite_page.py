@@ -46,7 +46,7 @@ def test_targets_by_hand():
     )
     made = page.with_targets("a\n<!-- targets -->\nold\n<!-- end of targets -->\nb", {"loop": kept}, "x.md")
     assert made == (
-        "a\n<!-- targets -->\n\nBy `python bench/all.py` ([x.md](x.md) has all of it):\n\n"
+        "a\n<!-- targets -->\n\nBy `python bench/all.py`, on 2 cores of a machine ([x.md](x.md) has all of it):\n\n"
         "| benchmark | ratio, of one run | measured | target | date |\n| --- | --- | --- | --- | --- |\n"
         "| loop | speed | 2 | at least 3: missed | 2026-12-01 |\n\n"
         "- It made 0.9 GB/s; at least 1 is asked for: missed.\n\n<!-- end of targets -->\nb"
