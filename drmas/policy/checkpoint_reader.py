@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+from enum import Enum
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -48,6 +49,17 @@ _PARTS = (
 _ADMITTED = {(part.__module__, part.__qualname__): part for part in _PARTS}
 _ADMITTED |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 """All that a list of tensors is made of, besides plain values. None of it acts on anything when it is called."""
+_ENUMERATIONS = [part for part in _PARTS if isinstance(part, type) and issubclass(part, Enum)]
+
+
+def _member(enumeration: Any, name: Any) -> Enum:
+    """How the first releases of Python 3.11 write a member of an enumeration: as `getattr` of its class and name."""
+    if not any(enumeration is each for each in _ENUMERATIONS):
+        raise CheckpointError("it asks for an attribute of what is no enumeration of a checkpoint")
+    return enumeration[name]
+
+
+_ADMITTED["builtins", "getattr"] = _member
 
 
 class _Unpickler(pickle.Unpickler):

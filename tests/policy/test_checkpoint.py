@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 
 from drmas.agents.team import load_team
 from drmas.errors import CheckpointError
@@ -457,6 +457,34 @@ def plant(folder, where, trap):
         relist(folder, lambda listing: None)
     else:
         replace_entry(folder, where, [trap])
+
+
+def test_a_list_that_the_first_releases_of_python_3_11_write_is_read(trainer_of, tmp_path, monkeypatch):
+    """A member of an enumeration is `getattr` of its class and name there."""
+    trainer, folder = trainer_of("qwen3-tied"), tmp_path / "policy-main"
+
+    def as_they_do(member, protocol):
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", as_they_do)
+    trainer.save(folder)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    trainer.load(folder)
+
+
+class Attribute:
+    """Of torch.Size, which a list may name; its attributes it may not."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size, "mro")
+
+
+def test_an_attribute_of_anything_but_an_enumeration_is_refused(trainer_of, tmp_path):
+    trainer, folder = trainer_of("qwen3-tied"), tmp_path / "policy-main"
+    trainer.save(folder)
+    plant(folder, "list", Attribute())
+    with pytest.raises(CheckpointError, match="an attribute of what is no enumeration of a checkpoint"):
+        trainer.load(folder)
 
 
 @pytest.mark.parametrize("where", ["list", "facts", "rng", "decoder", "optimizer"])
