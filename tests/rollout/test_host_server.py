@@ -112,7 +112,8 @@ def gone(pid: int) -> bool:
 # what can be wrong on the way
 
 
-def test_a_host_that_is_not_there_is_named_with_the_keys_that_lead_to_it():
+def test_a_host_that_is_not_there_is_named_with_the_keys_that_lead_to_it(monkeypatch):
+    monkeypatch.setenv("DRMAS_TEST_TOKEN", SECRET)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     host = RemoteHost(f"tcp://127.0.0.1:{port}", HASTY)
@@ -145,6 +146,7 @@ def test_another_secret_is_refused_on_both_sides_and_never_shown(serve, reach, c
 
 
 def test_a_server_of_another_kind_is_no_engine_host(monkeypatch):
+    monkeypatch.setenv("DRMAS_TEST_TOKEN", SECRET)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:

@@ -104,7 +104,8 @@ def test_a_process_that_does_not_answer_is_killed_and_all_who_wait_are_told_why(
     _, waiting = connection.request("held")
     if stopped:
         os.kill(connection.process.pid, signal.SIGSTOP)
-    with pytest.raises(EngineDied, match=r"gave no answer to held within 0\.05 s, so it was killed"):
+    late = r"gave no answer to held within 0\.05 s \(engine\.request_timeout_seconds\), so it was killed"
+    with pytest.raises(EngineDied, match=late):
         connection.call("held", timeout=0.05)
     assert not connection.alive
     with pytest.raises(EngineDied, match="no answer to held"):
