@@ -399,7 +399,8 @@ def test_a_rank_whose_torchrun_was_killed_ends(monkeypatch):
             watch.begin()
             with pytest.raises(queue.Empty):
                 gone.get(timeout=1)
-            patch.setattr("os.getppid", lambda: 1)
+            another = os.getppid() + 1
+            patch.setattr("os.getppid", lambda another=another: another)
             if started_by_torchrun:
                 assert gone.get(timeout=10) == "torchrun, which started this rank, is gone; it was killed"
             else:
