@@ -85,7 +85,7 @@ def test_the_number_of_a_host_comes_from_who_starts_it(stage, launchers) -> None
 
 def test_an_engine_host(stage, launchers, free_port) -> None:
     secret, port = "a secret of the job", str(free_port())
-    variables = {"DRMAS_ENGINE_TOKEN": secret, "SLURMD_NODENAME": "127.0.0.1", "ENGINE_LOGS": "/work/logs"}
+    variables = {"DRMAS_ENGINE_TOKEN": secret, "SLURMD_NODENAME": "127.0.0.1", "ENGINE_LOGS": "/data/logs"}
     process = stage.start(
         str(launchers / "torchrun" / "engine_node.sh"), "0.0.0.0", "--port", port, "--gpus", "0-3", **variables
     )
@@ -96,7 +96,7 @@ def test_an_engine_host(stage, launchers, free_port) -> None:
     plain, options = split_words(call["words"])
     assert plain == ["serve-engines"]
     assert options[:3] == ["--host", "0.0.0.0", "--logs"]
-    assert options[3].startswith("/work/logs/")
+    assert options[3].startswith("/data/logs/")
     assert options[4:] == ["--port", port, "--gpus", "0-3"]
     assert call["environment"]["DRMAS_ENGINE_TOKEN"] == secret
     assert not any(secret in word for word in call["words"])
