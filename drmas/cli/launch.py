@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from drmas.config.cluster import ClusterConfig
 from drmas.config.load import load
 from drmas.config.schema import RunConfig
 from drmas.errors import ConfigError
+from drmas.runtime.gpus import needs_of_hosts
 from drmas.runtime.machine import Machine
 from drmas.runtime.placement import run_estimator
 from drmas.runtime.preview import preview
@@ -122,12 +122,7 @@ def _ranks(config: RunConfig, nodes: int, gpus: int) -> int:
 
 def _check_engine_nodes(config: RunConfig, machine: Machine, world: int) -> None:
     """ConfigError: the engines of one node need more GPUs than it has."""
-    needs: Counter[str] = Counter()
-    for name, seats in machine.place(config, world=world).items():
-        for seat in seats:
-            if seat.host:
-                needs[seat.host] += config.policies[name].engine.tensor_parallel
-    for host, need in needs.items():
+    for host, need in needs_of_hosts(config, machine.place(config, world=world)).items():
         if need > machine.gpus:
             raise ConfigError(
                 f"the engines at {host} need {need} GPUs (replicas take the engine nodes in turn, of tensor_parallel GPUs) and "

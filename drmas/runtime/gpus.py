@@ -8,6 +8,7 @@ Says nothing of memory (`room`) and looks at no device (`machine`). Called by th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -69,6 +70,16 @@ def check_fractions(engines: Mapping[str, EngineConfig], seats: Seats) -> None:
                 f"policies.{name}.engine.gpu_memory_fraction {engines[name].gpu_memory_fraction:g}" for name in names
             )
             raise ConfigError(f"GPU {gpu} has engines that want {total:g} of it: {terms}; lower them to 1 in sum")
+
+
+def needs_of_hosts(config: RunConfig, seats: Seats) -> Counter[str]:
+    """How many GPUs the engines at each engine host take."""
+    needs: Counter[str] = Counter()
+    for name, own in seats.items():
+        for seat in own:
+            if seat.host is not None:
+                needs[seat.host] += config.policies[name].engine.tensor_parallel
+    return needs
 
 
 def _hosts(engine: EngineConfig, shared: Iterator[str]) -> Iterator[str | None]:

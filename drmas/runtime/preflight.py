@@ -27,7 +27,7 @@ from drmas.config.schema import RunConfig
 from drmas.errors import ConfigError
 from drmas.rollout.host_client import RemoteHost
 from drmas.runtime.folder import flat
-from drmas.runtime.gpus import Seats
+from drmas.runtime.gpus import Seats, needs_of_hosts
 from drmas.runtime.watch import Share
 from drmas.telemetry.environment import code_version, shared_settings, software
 
@@ -134,11 +134,7 @@ def ask_engine_hosts(config: RunConfig, seats: Seats) -> None:
     EngineStartError: one can't be reached. ConfigError: it has fewer GPUs than its engines need, or, where `cluster.preflight`
     says so, isn't as this rank is.
     """
-    needed: Counter[str] = Counter()
-    for name, own in seats.items():
-        for seat in own:
-            if seat.host is not None:
-                needed[seat.host] += config.policies[name].engine.tensor_parallel
+    needed = needs_of_hosts(config, seats)
     for url, count in needed.items():
         found = RemoteHost(url, config.cluster).describe()
         if config.cluster.preflight:
